@@ -1,0 +1,85 @@
+"""What one engine step is: the scheduler's StepPlan, the runner's StepResult.
+
+A step is a list of chunks `(sequence, start, length)`. Prefill, chunked prefill, decode, prefix-cache hits and
+draft verification differ only in `start` and `length`. A plan is complete in itself but for the specs of
+sequences, which are sent once (`added`) and kept by the runner until `finished` names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from batchinfer.types.request import SamplingParams, TokenLogprobs
+from batchinfer.types.rows import RowError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """Layers with equal KV layout share block tables. A runner says what it has.
+
+    num_blocks * block_size token slots; `window` is the sliding window in tokens or None.
+    """
+
+    num_blocks: int
+    block_size: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """What a runner must know of a sequence to sample for it. Sent once, in the step that first runs it.
+
+    sample_key      64-bit key of this sample's random stream (`types.streams.sample_key`)
+    stop_token_ids  EOS and user stop ids that are masked before `sampling.min_tokens` output tokens
+    """
+
+    seq_id: int
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    sample_key: int
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start .. start + len(token_ids)` of a sequence, to be run through the model in this step.
+
+    block_tables  one per KV group: physical block of each logical block, covering at least the chunk's end.
+                  The lists are the scheduler's own: a runner reads them during `execute` and keeps no reference.
+    num_logits    how many of the chunk's last positions are sampled: 0 for an inner prefill chunk, 1 for the
+                  chunk that reaches the sequence's end, 1 + k to verify k drafted tokens.
+    """
+
+    seq_id: int
+    start: int
+    token_ids: Sequence[int]
+    block_tables: tuple[Sequence[int], ...]
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. `step` counts from 0 without a gap; `finished` frees what a runner keeps of those sequences."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+    added: tuple[SequenceSpec, ...] = ()
+    finished: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of a step.
+
+    token_ids        by seq_id, for each chunk with num_logits > 0: the tokens sampled at its last positions
+    logprobs         by seq_id, where asked for: one entry per sampled token
+    prompt_logprobs  by seq_id, where asked for: entries for prompt positions start+1 .. start+len of this chunk
+                     that are still inside the prompt (the logprob of the token at that position)
+    errors           by seq_id: the sequence can't go on (non-finite logits); it has no entry in token_ids
+    """
+
+    token_ids: Mapping[int, Sequence[int]]
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    errors: Mapping[int, RowError] = field(default_factory=dict)
