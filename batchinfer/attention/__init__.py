@@ -1,0 +1,4 @@
+"""Attention over a paged KV cache: planned once per step (`plan`), run once per layer (`backend`).
+
+`spec` says what a layer's attention is, `context` is what a model's forward is handed.
+"""

@@ -1,0 +1,50 @@
+"""What a model's forward is handed beside its tokens: made once per step by the runner, by tests by hand.
+
+A model knows nothing of sequences, blocks or steps; it calls `ctx.attend(layer, q, k, v)` and gets the attention
+output of every token. `DenseContext` is the smallest implementation, for tests of a model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchinfer.attention.spec import AttentionSpec
+
+
+class ForwardContext(Protocol):
+    """num_tokens T; positions int64 [T], each token's position in its own sequence."""
+
+    num_tokens: int
+    positions: Tensor
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores k, v [T, Hk, D] (after rotation) for layer `layer` and returns attention of q [T, Hq, D]: [T, Hq, D]."""
+        ...
+
+
+class DenseContext:
+    """One whole sequence in one step, without a cache: plain causal attention in float32."""
+
+    def __init__(self, specs: Sequence[AttentionSpec], num_tokens: int) -> None:
+        self.specs = specs
+        self.num_tokens = num_tokens
+        self.positions = torch.arange(num_tokens)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        spec = self.specs[layer]
+        group = spec.num_heads // spec.num_kv_heads
+        keys = k.float().repeat_interleave(group, dim=1)
+        values = v.float().repeat_interleave(group, dim=1)
+        scores = torch.einsum("thd,shd->hts", q.float(), keys) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        behind = self.positions[:, None] - self.positions[None, :]
+        seen = behind >= 0
+        if spec.window is not None:
+            seen &= behind < spec.window
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+        return torch.einsum("hts,shd->thd", weights, values).to(q.dtype)
