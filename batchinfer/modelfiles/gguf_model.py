@@ -1,0 +1,214 @@
+"""Opens a .gguf model: puts its metadata into the form of Hugging Face's config.json.
+
+Responsible for: which metadata key means what, and the defaults where one is missing. Not for: the container
+(`gguf_header`), nor names and row order of weights (models/llama.py). To add an architecture, add an entry to
+ARCHITECTURES and its weight names to the model's file.
+"""
+
+from __future__ import annotations
+
+import array
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchinfer.errors import ModelError
+from batchinfer.modelfiles.files import ModelFiles, StoredTensor, TokenizerFiles
+from batchinfer.modelfiles.gguf_header import GGUFHeader, read_headers
+
+TOKENIZER_PREFIX = "tokenizer.ggml."
+TEMPLATE_KEY = "tokenizer.chat_template"
+EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Architecture:
+    name: str  # Hugging Face's
+    model_type: str
+
+
+# GGUF files of Mistral models carry the architecture "llama".
+ARCHITECTURES = {
+    "llama": _Architecture(name="LlamaForCausalLM", model_type="llama"),
+    "qwen2": _Architecture(name="Qwen2ForCausalLM", model_type="qwen2"),
+    "qwen3": _Architecture(name="Qwen3ForCausalLM", model_type="qwen3"),
+}
+
+
+def open_gguf(path: Path) -> ModelFiles:
+    header, parts = read_headers(path)
+    tokenizer = TokenizerFiles(kind="gguf", gguf=tokenizer_metadata(header))
+    config = config_from_metadata(header)
+    return ModelFiles(
+        name=path.stem,
+        kind="gguf",
+        root=path,
+        config=config,
+        tokenizer=tokenizer,
+        chat_templates=chat_templates(header.metadata),
+        weight_files=parts,
+        tensors=header.tensors,
+        eos_token_ids=eos_token_ids(header.metadata),
+    )
+
+
+def open_gguf_tokenizer(path: Path) -> tuple[TokenizerFiles, dict[str, str], frozenset[int]]:
+    """Tokenizer, chat templates and end tokens of a GGUF file (also of one that holds a vocabulary only)."""
+    header, _ = read_headers(path)
+    return (
+        TokenizerFiles(kind="gguf", gguf=tokenizer_metadata(header)),
+        chat_templates(header.metadata),
+        eos_token_ids(header.metadata),
+    )
+
+
+def tokenizer_metadata(header: GGUFHeader) -> dict[str, Any]:
+    found = {
+        key.removeprefix(TOKENIZER_PREFIX): value
+        for key, value in header.metadata.items()
+        if key.startswith(TOKENIZER_PREFIX)
+    }
+    if not found.get("tokens"):
+        raise ModelError(
+            f"{header.path}: it holds no tokenizer ({TOKENIZER_PREFIX}tokens is missing or empty); "
+            "name a tokenizer under model.tokenizer"
+        )
+    return found
+
+
+def eos_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
+    values = (metadata.get(TOKENIZER_PREFIX + key) for key in EOS_KEYS)
+    return frozenset(int(value) for value in values if value is not None)
+
+
+def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """`tokenizer.chat_template` is the default one, `tokenizer.chat_template.NAME` are named ones."""
+    templates = {}
+    for key, value in metadata.items():
+        if isinstance(value, str) and (key == TEMPLATE_KEY or key.startswith(TEMPLATE_KEY + ".")):
+            templates[key.removeprefix(TEMPLATE_KEY).lstrip(".") or "default"] = value
+    return templates
+
+
+def config_from_metadata(header: GGUFHeader) -> dict[str, Any]:
+    """The config.json that a Hugging Face folder of the same model would have."""
+    metadata, tensors = header.metadata, header.tensors
+    arch = metadata.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise ModelError(
+            f"{header.path}: GGUF architecture {arch!r} is not supported; "
+            f"supported are {', '.join(sorted(ARCHITECTURES))}"
+        )
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata.get(f"{arch}.{key}", default)
+
+    def need(key: str) -> Any:
+        value = get(key)
+        if value is None:
+            raise ModelError(f"{header.path}: metadata key {arch}.{key} is missing; convert the model again")
+        return value
+
+    def whole(key: str, value: Any) -> int:
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise ModelError(f"{header.path}: {arch}.{key} differs from layer to layer; not supported")
+            value = value[0]
+        return int(value)
+
+    if int(get("expert_count", 0)):
+        raise ModelError(f"{header.path}: a mixture-of-experts model ({arch}.expert_count); not supported")
+    hidden_size = int(need("embedding_length"))
+    num_heads = whole("attention.head_count", need("attention.head_count"))
+    num_kv_heads = whole("attention.head_count_kv", get("attention.head_count_kv", num_heads))
+    head_dim = int(get("attention.key_length", hidden_size // num_heads))
+    if int(get("attention.value_length", head_dim)) != head_dim:
+        raise ModelError(f"{header.path}: keys and values of different head sizes are not supported")
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[arch].name],
+        "model_type": ARCHITECTURES[arch].model_type,
+        "hidden_size": hidden_size,
+        "intermediate_size": whole("feed_forward_length", need("feed_forward_length")),
+        "num_hidden_layers": int(need("block_count")),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": _nice(need("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": int(need("context_length")),
+        "vocab_size": _vocab_size(header),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "rope_parameters": _rope_parameters(header, get),
+        "bos_token_id": metadata.get(TOKENIZER_PREFIX + "bos_token_id"),
+        "eos_token_id": metadata.get(TOKENIZER_PREFIX + "eos_token_id"),
+    }
+    rotary_dim = int(get("rope.dimension_count", head_dim))
+    if rotary_dim != head_dim:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
+    if get("attention.sliding_window"):
+        config["sliding_window"] = int(get("attention.sliding_window"))
+        config["use_sliding_window"] = True
+    return config
+
+
+def _vocab_size(header: GGUFHeader) -> int:
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{header.path}: tensor 'token_embd.weight' is missing: not a complete model")
+    return embedding.shape[0]
+
+
+def _nice(value: float) -> float:
+    """A float32 from metadata as the decimal number that was meant (1e-05, not 9.999999747378752e-06)."""
+    return float(f"{value:.7g}")
+
+
+def _rope_parameters(header: GGUFHeader, get: Any) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _nice(get("rope.freq_base", 10000.0))}
+    if "rope_freqs.weight" in header.tensors:
+        # Scaling as one divisor per frequency: how llama3 scaling is stored in GGUF.
+        rope["rope_type"] = "freq_factors"
+        rope["freq_factors"] = _read_floats(header.tensors["rope_freqs.weight"])
+        return rope
+    kind = get("rope.scaling.type", "none")
+    # Files from before rope.scaling.type existed have linear scaling under another key.
+    old_linear = float(get("rope.scale_linear", 1.0))
+    if kind == "none" and old_linear == 1.0:
+        return rope
+    if kind in ("linear", "none"):
+        rope["rope_type"] = "linear"
+        rope["factor"] = float(get("rope.scaling.factor", old_linear))
+    elif kind == "yarn":
+        factor = float(get("rope.scaling.factor", 1.0))
+        rope["rope_type"] = "yarn"
+        rope["factor"] = factor
+        rope["original_max_position_embeddings"] = int(
+            get("rope.scaling.original_context_length", get("context_length"))
+        )
+        # The file's attn_factor is a multiplier on top of YaRN's own temperature.
+        attn_factor = float(get("rope.scaling.attn_factor", 1.0))
+        rope["attention_factor"] = attn_factor * (1.0 + 0.1 * math.log(factor) if factor > 1 else 1.0)
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            value = get(f"rope.scaling.{theirs}")
+            if value is not None:
+                rope[ours] = float(value)
+    else:
+        raise ModelError(f"{header.path}: RoPE scaling of type {kind!r} is not supported (none, linear, yarn)")
+    return rope
+
+
+def _read_floats(tensor: StoredTensor) -> list[float]:
+    if tensor.dtype != "F32":
+        raise ModelError(f"{tensor.file}: tensor {tensor.name!r} is of type {tensor.dtype}, F32 is expected")
+    values = array.array("f")
+    with tensor.file.open("rb") as f:
+        f.seek(tensor.offset)
+        values.frombytes(f.read(tensor.nbytes))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return list(values)
