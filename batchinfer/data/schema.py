@@ -1,0 +1,228 @@
+"""One schema for many files: unite schemas, and bring a file's batches to the united schema.
+
+Widening is allowed (null to anything, int32 to int64, int to float, string to large_string, dictionary to its value
+type, structs by field name); anything else is an InputError that names file, column and both types. Not here: where
+the schemas come from (`parquet`, `arrow`, `jsonl`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinfer.errors import InputError
+
+_UNITS = ("s", "ms", "us", "ns")
+t = pa.types
+
+
+class TypeClash(Exception):
+    """Two types without a common one; `path` leads to the nested field."""
+
+    def __init__(self, a: pa.DataType, b: pa.DataType, path: str = "") -> None:
+        super().__init__(f"{path}: {a} and {b}")
+        self.a, self.b, self.path = a, b, path
+
+
+def unite(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
+    """The schema that all files' batches can be brought to, columns in order of first appearance.
+
+    schemas: (file name, schema). Columns are nullable; schema metadata is dropped, field metadata of the first file
+    kept. Raises InputError on incompatible types.
+    """
+    fields: dict[str, pa.Field] = {}
+    first_file: dict[str, str] = {}
+    for file, schema in schemas:
+        seen: set[str] = set()
+        for field in schema:
+            if field.name in seen:
+                raise InputError(
+                    f"input file {file} has two columns called {field.name!r}; rename one of them, rows can't be "
+                    "addressed by name otherwise"
+                )
+            seen.add(field.name)
+            old = fields.get(field.name)
+            if old is None:
+                fields[field.name] = pa.field(field.name, field.type, True, _clean_metadata(field))
+                first_file[field.name] = file
+                continue
+            if old.type.equals(field.type):
+                continue
+            try:
+                fields[field.name] = old.with_type(unite_types(old.type, field.type))
+            except TypeClash as clash:
+                where = f"column {field.name!r}" + (f" (field {clash.path})" if clash.path else "")
+                raise InputError(
+                    f"input files disagree about {where}: {clash.b} in {file}, but {clash.a} in "
+                    f"{first_file[field.name]} (and files before it); convert one of them, or leave one out of "
+                    "input.path"
+                ) from None
+            if t.is_null(old.type):
+                first_file[field.name] = file
+    return pa.schema(list(fields.values()))
+
+
+def _clean_metadata(field: pa.Field) -> dict[bytes, bytes] | None:
+    kept = {k: v for k, v in (field.metadata or {}).items() if k != b"PARQUET:field_id"}
+    return kept or None
+
+
+def unite_types(a: pa.DataType, b: pa.DataType, path: str = "") -> pa.DataType:
+    """The narrowest type that holds values of both; TypeClash when there is none."""
+    if a.equals(b):
+        return a
+    if t.is_null(a):
+        return b
+    if t.is_null(b):
+        return a
+    if t.is_dictionary(a) or t.is_dictionary(b):
+        return _unite_dictionaries(a, b, path)
+    if isinstance(a, pa.BaseExtensionType) or isinstance(b, pa.BaseExtensionType):
+        return unite_types(_storage(a), _storage(b), path)
+    if t.is_struct(a) and t.is_struct(b):
+        return _unite_structs(a, b, path)
+    if _is_list(a) and _is_list(b):
+        item = unite_types(a.value_type, b.value_type, f"{path}[]")
+        return pa.large_list(item) if t.is_large_list(a) or t.is_large_list(b) else pa.list_(item)
+    if t.is_map(a) and t.is_map(b):
+        key = unite_types(a.key_type, b.key_type, f"{path}.key")
+        return pa.map_(key, unite_types(a.item_type, b.item_type, f"{path}.value"))
+    for kind in (_unite_text, _unite_numbers, _unite_times):
+        united = kind(a, b)
+        if united is not None:
+            return united
+    raise TypeClash(a, b, path)
+
+
+def _storage(a: pa.DataType) -> pa.DataType:
+    return a.storage_type if isinstance(a, pa.BaseExtensionType) else a
+
+
+def _is_list(a: pa.DataType) -> bool:
+    return bool(t.is_list(a) or t.is_large_list(a) or t.is_fixed_size_list(a))
+
+
+def _unite_dictionaries(a: pa.DataType, b: pa.DataType, path: str) -> pa.DataType:
+    value_a = a.value_type if t.is_dictionary(a) else a
+    value_b = b.value_type if t.is_dictionary(b) else b
+    if t.is_dictionary(a) and t.is_dictionary(b) and a.ordered == b.ordered and value_a.equals(value_b):
+        wider = a.index_type if a.index_type.bit_width >= b.index_type.bit_width else b.index_type
+        return pa.dictionary(wider, value_a, a.ordered)
+    return unite_types(value_a, value_b, path)
+
+
+def _unite_structs(a: pa.DataType, b: pa.DataType, path: str) -> pa.DataType:
+    theirs = {field.name: field for field in b}
+    fields = []
+    for field in a:
+        other = theirs.pop(field.name, None)
+        if other is None:
+            fields.append(field.with_nullable(True))
+            continue
+        inner = unite_types(field.type, other.type, f"{path}.{field.name}")
+        fields.append(field.with_type(inner).with_nullable(field.nullable or other.nullable))
+    return pa.struct(fields + [field.with_nullable(True) for field in theirs.values()])
+
+
+def _unite_text(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    def is_text(x: pa.DataType) -> bool:
+        return bool(t.is_string(x) or t.is_large_string(x) or t.is_string_view(x))
+
+    def is_bytes(x: pa.DataType) -> bool:
+        return bool(t.is_binary(x) or t.is_large_binary(x) or t.is_binary_view(x) or t.is_fixed_size_binary(x))
+
+    if is_text(a) and is_text(b):
+        return pa.large_string() if t.is_large_string(a) or t.is_large_string(b) else pa.string()
+    if is_bytes(a) and is_bytes(b):
+        return pa.large_binary() if t.is_large_binary(a) or t.is_large_binary(b) else pa.binary()
+    return None
+
+
+def _unite_numbers(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    if t.is_integer(a) and t.is_integer(b):
+        if t.is_signed_integer(a) == t.is_signed_integer(b):
+            return a if a.bit_width >= b.bit_width else b
+        unsigned, signed = (a, b) if t.is_unsigned_integer(a) else (b, a)
+        bits = max(unsigned.bit_width * 2, signed.bit_width)
+        return {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}.get(bits, pa.decimal128(20, 0))
+    if t.is_floating(a) and t.is_floating(b):
+        return a if a.bit_width >= b.bit_width else b
+    if (t.is_integer(a) and t.is_floating(b)) or (t.is_floating(a) and t.is_integer(b)):
+        return pa.float64()  # integers beyond 2**53 are refused row by row when they are read
+    if t.is_decimal(a) or t.is_decimal(b):
+        da, db = _as_decimal(a), _as_decimal(b)
+        if da is not None and db is not None:
+            scale = max(da.scale, db.scale)
+            precision = max(da.precision - da.scale, db.precision - db.scale) + scale
+            if precision <= 38 and not (t.is_decimal256(da) or t.is_decimal256(db)):
+                return pa.decimal128(precision, scale)
+            if precision <= 76:
+                return pa.decimal256(precision, scale)
+    return None
+
+
+def _as_decimal(a: pa.DataType) -> pa.DataType | None:
+    if t.is_decimal(a):
+        return a
+    digits = {8: 3, 16: 5, 32: 10, 64: 20}
+    return pa.decimal128(digits[a.bit_width], 0) if t.is_integer(a) else None
+
+
+def _unite_times(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    def finer() -> str:
+        return max(a.unit, b.unit, key=_UNITS.index)
+
+    if t.is_timestamp(a) and t.is_timestamp(b) and a.tz == b.tz:
+        return pa.timestamp(finer(), a.tz)
+    if t.is_duration(a) and t.is_duration(b):
+        return pa.duration(finer())
+    if t.is_time(a) and t.is_time(b):
+        return pa.time64(finer()) if finer() in ("us", "ns") else pa.time32(finer())
+    if t.is_date(a) and t.is_date(b):
+        return pa.date64()
+    return None
+
+
+def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
+    """`array` as `target`, a type that `unite_types` made of its own. Raises ArrowInvalid when a value does not fit."""
+    kind = array.type
+    if kind.equals(target):
+        return array
+    if isinstance(array, pa.ExtensionArray):
+        return conform(array.storage, target)
+    if t.is_null(kind):
+        return pa.nulls(len(array), target)
+    if t.is_dictionary(kind) and not t.is_dictionary(target):
+        return conform(array.dictionary_decode(), target)
+    if t.is_struct(kind) and t.is_struct(target):
+        mine = {field.name: i for i, field in enumerate(kind)}
+        children = array.flatten()
+        inner = [
+            conform(children[mine[f.name]], f.type) if f.name in mine else pa.nulls(len(array), f.type)
+            for f in target
+        ]
+        mask = array.is_null() if array.null_count else None
+        if not inner:
+            return array.cast(target)
+        return pa.StructArray.from_arrays(inner, fields=list(target), mask=mask)
+    if _is_list(kind) and _is_list(target):
+        return _conform_list(array, target)
+    if t.is_map(kind) and t.is_map(target):
+        keys, items = conform(array.keys, target.key_type), conform(array.items, target.item_type)
+        mask = array.is_null() if array.null_count else None
+        return pa.MapArray.from_arrays(array.offsets, keys, items, type=target, mask=mask)
+    return pc.cast(array, target)
+
+
+def _conform_list(array: pa.Array, target: pa.DataType) -> pa.Array:
+    # flatten() skips what null lists may still point to, so offsets are built anew from the lengths.
+    lengths = pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64())
+    values = conform(array.flatten(), target.value_type)
+    ends = pc.cumulative_sum(lengths)
+    offsets = pa.concat_arrays([pa.array([0], pa.int64()), ends])
+    mask = array.is_null() if array.null_count else None
+    if t.is_large_list(target):
+        return pa.LargeListArray.from_arrays(offsets, values, type=target, mask=mask)
+    return pa.ListArray.from_arrays(offsets.cast(pa.int32()), values, type=target, mask=mask)
