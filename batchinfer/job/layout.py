@@ -79,6 +79,10 @@ class JobLayout:
     def for_retry(self, number: int) -> JobLayout:
         return JobLayout(self.output, number)
 
+    def key(self, path: Path) -> str:
+        """A path as the key of a Store whose root is the output folder."""
+        return path.relative_to(self.output).as_posix()
+
     def run(self, epoch: int) -> Path:
         return self.state / "runs" / f"e{epoch:06d}.json"
 
