@@ -200,8 +200,7 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         mine = {field.name: i for i, field in enumerate(kind)}
         children = array.flatten()
         inner = [
-            conform(children[mine[f.name]], f.type) if f.name in mine else pa.nulls(len(array), f.type)
-            for f in target
+            conform(children[mine[f.name]], f.type) if f.name in mine else pa.nulls(len(array), f.type) for f in target
         ]
         mask = array.is_null() if array.null_count else None
         if not inner:

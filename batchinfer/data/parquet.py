@@ -1,0 +1,109 @@
+"""Parquet input files: what the footer says, and rows from any place on in bounded batches.
+
+Not here: uniting schemas and row errors (see `dataset`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.data.sources import open_arrow, open_bytes
+from batchinfer.errors import InputError
+
+BUFFER_BYTES = 1 << 20
+
+
+def inspect_parquet(name: str, uri: str, options: Mapping[str, Any]) -> tuple[pa.Schema, int, int, str]:
+    """Schema, number of rows, uncompressed bytes, and fingerprint (of the footer). InputError when it is broken."""
+    try:
+        with open_bytes(uri, options) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 8))
+            tail = file.read(8)
+            if size < 12 or tail[4:] != b"PAR1":
+                raise InputError(
+                    f"input file {name} is not a complete Parquet file ({size} bytes, no footer at its end); "
+                    "it was cut off or is still being written: write it again or remove it"
+                )
+            footer_bytes = int.from_bytes(tail[:4], "little")
+            file.seek(max(0, size - 8 - footer_bytes))
+            fingerprint = hashlib.sha256(f"{size}\0".encode() + file.read(footer_bytes)).hexdigest()[:32]
+            file.seek(0)
+            metadata = pq.read_metadata(file)
+            schema = metadata.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"input file {name} can't be read as Parquet: {error}") from None
+    num_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    return schema, metadata.num_rows, num_bytes, fingerprint
+
+
+def iter_parquet(
+    uri: str,
+    options: Mapping[str, Any],
+    start: int,
+    columns: Sequence[str] | None,
+    max_rows: int,
+    max_bytes: int,
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """(first row, batch) from row `start` to the file's end. Big row groups are streamed, never read whole."""
+    with open_arrow(uri, options) as source, pq.ParquetFile(source, buffer_size=BUFFER_BYTES) as file:
+        metadata = file.metadata
+        first = 0
+        for group in range(metadata.num_row_groups):
+            num_rows = metadata.row_group(group).num_rows
+            if first + num_rows > start and num_rows:
+                skip = max(0, start - first)
+                batch_rows = _batch_rows(metadata.row_group(group), columns, max_rows, max_bytes)
+                row = first
+                for batch in _stream_group(file, group, columns, batch_rows):
+                    if skip < batch.num_rows:
+                        yield row + skip, batch.slice(skip)
+                    row += batch.num_rows
+                    skip = max(0, skip - batch.num_rows)
+            first += num_rows
+
+
+def _batch_rows(group: Any, columns: Sequence[str] | None, max_rows: int, max_bytes: int) -> int:
+    size = 0
+    wanted = None if columns is None else set(columns)
+    for i in range(group.num_columns):
+        column = group.column(i)
+        path = column.path_in_schema
+        if wanted is None or path in wanted or path.split(".", 1)[0] in wanted:
+            size += column.total_uncompressed_size
+    return max(1, min(max_rows, int(max_bytes / max(1, size / group.num_rows))))
+
+
+def _stream_group(
+    file: pq.ParquetFile, group: int, columns: Sequence[str] | None, batch_rows: int
+) -> Iterator[pa.RecordBatch]:
+    """The batches of one row group; smaller ones when a batch of nested columns passes 2 GB."""
+    done = 0
+    while True:
+        try:
+            skip = done
+            batches = file.iter_batches(
+                batch_size=batch_rows,
+                row_groups=[group],
+                columns=None if columns is None else list(columns),
+                use_threads=False,
+            )
+            for batch in batches:
+                if skip >= batch.num_rows:
+                    skip -= batch.num_rows
+                    continue
+                batch = batch.slice(skip)
+                skip = 0
+                yield batch
+                done += batch.num_rows
+            return
+        except (pa.ArrowNotImplementedError, pa.ArrowCapacityError):
+            if batch_rows == 1:
+                raise
+            batch_rows = max(1, batch_rows // 8)
