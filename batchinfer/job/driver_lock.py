@@ -7,13 +7,27 @@ counter; a live one is left alone (ResumeRefused). Clocks of different hosts are
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from batchinfer.data.fs import Store
+from batchinfer.data.fs import LocalStore, Store
+from batchinfer.errors import BatchinferError, ResumeRefused
+from batchinfer.job.layout import STATE_FOLDER
 
 BUMP_EVERY_S = 5.0
 TAKEOVER_AFTER_S = 30.0
+POLL_EVERY_S = 0.5
+_PREFIX = f"{STATE_FOLDER}/driver/"
+_CLAIM = re.compile(re.escape(_PREFIX) + r"(\d{6,})\.json")
 
 
 class Clock(Protocol):
@@ -23,31 +37,155 @@ class Clock(Protocol):
     def sleep(self, seconds: float) -> None: ...
 
 
-class DriverLock:
-    """Held from `claim` to `release`.  Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class DriverProcess:
+    """Who drives. `scope` names the set of process ids that `pid` belongs to: machine, boot and pid namespace."""
 
-    epoch: int
+    host: str
+    pid: int
+    scope: str
+    started: str
 
     @classmethod
-    def claim(cls, store: Store, *, clock: Clock | None = None) -> DriverLock:
-        """Becomes the driver. `store` has the output folder as root. Raises ResumeRefused naming host and pid."""
-        raise NotImplementedError
+    def current(cls) -> DriverProcess:
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _process_scope(), process_start(pid) or "")
+
+    def dead_here(self) -> bool:
+        """Whether it can be seen from this process that it is dead. False for processes of other machines."""
+        return self.scope == _process_scope() and process_start(self.pid) != self.started
+
+
+def _process_scope() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return f"{socket.gethostname()}/unknown/{os.getpid()}"  # equals no other: such a process is never called dead
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this host started, in ticks since boot; None where it is not there or a zombie.
+
+    Tells a process from a later one with the same pid.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+@dataclass(frozen=True, slots=True)
+class DriverRecord:
+    """The last claim, as found: for `status`."""
+
+    epoch: int
+    process: DriverProcess
+    counter: int
+    released: bool
+
+    @property
+    def gone(self) -> bool:
+        """Said goodbye, or dead on this host. False where it can't be known from here."""
+        return self.released or self.process.dead_here()
+
+
+def last_driver(store: Store) -> DriverRecord | None:
+    """The latest driver of an output folder, or None where there was none."""
+    epochs = [int(match[1]) for key in store.list(_PREFIX) if (match := _CLAIM.fullmatch(key))]
+    if not epochs:
+        return None
+    epoch = max(epochs)
+    claim = store.get(_key(epoch, "json"), wait_s=10.0)
+    if claim is None:
+        raise BatchinferError(f"{_key(epoch, 'json')} is listed and can't be read; run the command again")
+    return DriverRecord(
+        epoch=epoch,
+        process=DriverProcess(**json.loads(claim)["process"]),
+        counter=_counter(store, epoch),
+        released=store.get(_key(epoch, "released")) is not None,
+    )
+
+
+class DriverLock:
+    """Held from `claim` to `release`. Thread-safe."""
+
+    def __init__(self, store: Store, epoch: int) -> None:
+        self.epoch = epoch
+        self._store = store
+        self._counter = 0
+        self._mutex = threading.Lock()
+        self._stop = threading.Event()
+        self._lost = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def claim(
+        cls,
+        store: Store,
+        *,
+        clock: Clock = time,
+        process: DriverProcess | None = None,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> DriverLock:
+        """Becomes the driver. `store` has the output folder as root. Raises ResumeRefused naming host and pid.
+
+        `on_wait` is told once, in a sentence, that and why claiming takes up to half a minute.
+        """
+        process = process or DriverProcess.current()
+        while True:
+            found = last_driver(store)
+            if found is not None and not found.gone:
+                _wait_for_silence(store, found, clock, on_wait)
+            epoch = found.epoch + 1 if found else 1
+            claim = json.dumps({"process": asdict(process)}).encode()
+            if store.put_if_absent(_key(epoch, "json"), claim):
+                return cls(store, epoch)
+            # Another driver was faster: look at that one now.
 
     def bump(self) -> None:
         """Shows life; call every BUMP_EVERY_S. Raises ResumeRefused if another driver has taken over."""
-        raise NotImplementedError
+        with self._mutex:
+            successor = self._store.get(_key(self.epoch + 1, "json"))
+            if successor is not None:
+                self._lost.set()
+                process = DriverProcess(**json.loads(successor)["process"])
+                raise ResumeRefused(
+                    f"another driver took over this job (host {process.host}, process {process.pid}) because this one "
+                    f"showed no life for {TAKEOVER_AFTER_S:.0f} s; this one stops, nothing is lost"
+                )
+            self._counter += 1
+            self._store.replace(_key(self.epoch, "beat"), str(self._counter).encode())
 
     def start_heartbeat(self) -> None:
         """Bumps from a daemon thread until `release`; `lost` turns true if another driver has taken over."""
-        raise NotImplementedError
+        self.bump()
+        self._thread = threading.Thread(target=self._beat, name="driver-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BUMP_EVERY_S):
+            try:
+                self.bump()
+            except ResumeRefused:
+                return
+            except OSError:
+                continue  # the file system is away for a moment; silence for 30 s has its own consequence
 
     @property
     def lost(self) -> bool:
-        raise NotImplementedError
+        """Another driver has taken over: start nothing new. What is under way can't harm (it carries our epoch)."""
+        return self._lost.is_set()
 
     def release(self) -> None:
         """Says goodbye, so that the next driver need not wait."""
-        raise NotImplementedError
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=BUMP_EVERY_S)
+            self._thread = None
+        if not self.lost:
+            self._store.put_if_absent(_key(self.epoch, "released"), b"{}")
 
     def __enter__(self) -> DriverLock:
         return self
@@ -56,3 +194,38 @@ class DriverLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _wait_for_silence(store: Store, found: DriverRecord, clock: Clock, on_wait: Callable[[str], None] | None) -> None:
+    """Returns when the driver may be succeeded. Raises ResumeRefused as soon as it shows life."""
+    process = found.process
+    if on_wait is not None:
+        on_wait(
+            f"process {process.pid} on host {process.host} was driving this job; waiting up to "
+            f"{TAKEOVER_AFTER_S:.0f} s to see whether it still does"
+        )
+    begin = clock.monotonic()
+    while clock.monotonic() - begin < TAKEOVER_AFTER_S:
+        now = last_driver(store)
+        if now is None or now.epoch != found.epoch or now.gone:
+            return
+        if now.counter != found.counter:
+            raise ResumeRefused(
+                f"this job is being run by process {process.pid} on host {process.host}: one driver at a time. "
+                "Wait for it, watch it with `batchinfer status`, or stop it and run the same command again"
+            )
+        clock.sleep(POLL_EVERY_S)
+
+
+def _counter(store: Store, epoch: int) -> int:
+    data = store.get(_key(epoch, "beat"))
+    return int(data) if data else 0
+
+
+def _key(epoch: int, kind: str) -> str:
+    return f"{_PREFIX}{epoch:06d}.{kind}"
+
+
+def lock_store(output: Path) -> Store:
+    """The store that an output folder's lock lives in."""
+    return LocalStore(output)

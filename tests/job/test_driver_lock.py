@@ -1,0 +1,145 @@
+"""One driver at a time: claims, takeover, zombies; time is injected."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchinfer.data.fs import LocalStore
+from batchinfer.errors import ResumeRefused
+from batchinfer.job.driver_lock import DriverLock, DriverProcess, last_driver
+
+ELSEWHERE = DriverProcess("node7", 4711, "node7/boot/pid:[1]", "123")
+
+
+class FakeClock:
+    """Sleeping moves time on and lets the other driver do something."""
+
+    def __init__(self, during=lambda now: None):
+        self.now = 100.0
+        self.during = during
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.during(self.now)
+
+
+def claim_elsewhere(store):
+    return DriverLock.claim(store, process=ELSEWHERE)
+
+
+def test_first_claim_and_next_after_release(tmp_path):
+    store = LocalStore(tmp_path)
+    with DriverLock.claim(store) as lock:
+        assert lock.epoch == 1
+        assert not last_driver(store).gone
+    clock = FakeClock()
+    again = DriverLock.claim(store, clock=clock)
+    assert again.epoch == 2
+    assert clock.now == 100.0, "no waiting after a goodbye"
+
+
+def test_a_second_live_submit_is_refused_naming_host_and_process(tmp_path):
+    store = LocalStore(tmp_path)
+    first = claim_elsewhere(store)
+    clock = FakeClock(during=lambda now: first.bump() if now == 103.0 else None)
+    with pytest.raises(ResumeRefused, match=r"process 4711 on host node7.*one driver at a time"):
+        DriverLock.claim(store, clock=clock)
+    assert clock.now < 110, "refused as soon as life shows"
+    first.bump()  # and the first goes on unharmed
+
+
+def test_own_live_process_is_refused_too(tmp_path):
+    store = LocalStore(tmp_path)
+    first = DriverLock.claim(store)
+    clock = FakeClock(during=lambda now: first.bump())
+    with pytest.raises(ResumeRefused, match=str(os.getpid())):
+        DriverLock.claim(store, clock=clock)
+
+
+def test_lock_of_a_dead_process_on_another_host_is_broken_after_30_s_of_silence(tmp_path):
+    store = LocalStore(tmp_path)
+    claim_elsewhere(store).bump()
+    clock = FakeClock()
+    said = []
+    lock = DriverLock.claim(store, clock=clock, on_wait=said.append)
+    assert lock.epoch == 2
+    assert 30 <= clock.now - 100 <= 31
+    assert len(said) == 1 and "4711" in said[0] and "node7" in said[0]
+
+
+def test_dead_process_on_this_host_is_succeeded_at_once(tmp_path):
+    code = (
+        "import sys; from batchinfer.data.fs import LocalStore; from batchinfer.job.driver_lock import DriverLock;"
+        "DriverLock.claim(LocalStore(sys.argv[1])).bump()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    clock = FakeClock()
+    assert DriverLock.claim(LocalStore(tmp_path), clock=clock).epoch == 2
+    assert clock.now == 100.0
+
+
+def test_a_pid_used_again_by_another_process_counts_as_dead(tmp_path):
+    store = LocalStore(tmp_path)
+    me = DriverProcess.current()
+    DriverLock.claim(store, process=DriverProcess(me.host, me.pid, me.scope, "1"))
+    clock = FakeClock()
+    assert DriverLock.claim(store, clock=clock).epoch == 2
+    assert clock.now == 100.0
+
+
+def test_a_zombie_learns_that_it_was_succeeded(tmp_path):
+    store = LocalStore(tmp_path)
+    zombie = claim_elsewhere(store)
+    DriverLock.claim(store, clock=FakeClock())
+    with pytest.raises(ResumeRefused, match="another driver took over"):
+        zombie.bump()
+    assert zombie.lost
+    zombie.release()
+    assert not last_driver(store).released, "a zombie's goodbye is not the successor's"
+
+
+def test_of_two_successors_one_wins_and_the_other_is_refused(tmp_path):
+    store = LocalStore(tmp_path)
+    claim_elsewhere(store)
+    winners = []
+
+    def rival(now):
+        if now >= 129.5 and not winners:
+            winners.append(DriverLock.claim(store, clock=FakeClock()))
+        if winners:
+            winners[0].bump()
+
+    with pytest.raises(ResumeRefused, match="one driver at a time"):
+        DriverLock.claim(store, clock=FakeClock(during=rival))
+    assert winners[0].epoch == 2
+
+
+def test_heartbeat_thread_bumps_and_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr("batchinfer.job.driver_lock.BUMP_EVERY_S", 0.01)
+    store = LocalStore(tmp_path)
+    with DriverLock.claim(store) as lock:
+        lock.start_heartbeat()
+        deadline = 200
+        while last_driver(store).counter < 3 and deadline:
+            deadline -= 1
+            Path(tmp_path).stat()
+            lock._stop.wait(0.01)
+        assert last_driver(store).counter >= 3
+    assert last_driver(store).released
+
+
+def test_foreign_files_beside_the_lock_do_not_disturb(tmp_path):
+    store = LocalStore(tmp_path)
+    folder = tmp_path / "_batchinfer" / "driver"
+    folder.mkdir(parents=True)
+    for name in (".nfs000123", "_SUCCESS", "000009.json.bak", "notes.txt"):
+        (folder / name).write_text("x")
+    assert DriverLock.claim(store).epoch == 1
