@@ -1,0 +1,8 @@
+"""Layers: what owns parameters and calls the operations of the kernel table. Sharding will live here too."""
+
+from batchinfer.layers.embedding import Embedding, LMHead
+from batchinfer.layers.linear import Linear
+from batchinfer.layers.norm import RMSNorm
+from batchinfer.layers.rope import Rope, RopeConfig
+
+__all__ = ["Embedding", "LMHead", "Linear", "RMSNorm", "Rope", "RopeConfig"]

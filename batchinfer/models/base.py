@@ -1,0 +1,48 @@
+"""What every model is to the runner: facts, attention of each layer, forward, logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchinfer.attention.context import ForwardContext
+from batchinfer.attention.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a runner sizes its memory by. `dtype_source` says who chose the dtype, for reports."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    dtype: torch.dtype
+    dtype_source: str
+    quantization: str
+
+
+class CausalLM(Protocol):
+    """A model as the runner calls it."""
+
+    facts: ModelFacts
+    attention_specs: tuple[AttentionSpec, ...]  # one per layer
+
+    def forward(self, token_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        """Final-normed hidden states [T, H] of int64 token_ids [T] at positions [T]."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """float32 [S, V] of hidden [S, H]: the runner picks the rows that are sampled."""
+        ...
+
+    def num_parameter_bytes(self) -> int:
+        """Bytes of all parameters, tied ones once."""
+        ...

@@ -1,0 +1,381 @@
+"""The llama family: Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3. Pre-norm decoder, grouped-query attention, RoPE,
+gated MLP.
+
+Responsible for: reading the family's config, its graph, its weight names in safetensors and GGUF. Its members
+differ by the flags of `Variant` and by their configs only. Operations are the kernel table's; attention is the
+context's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from batchinfer_kernels.table import Ops
+from torch import Tensor, nn
+
+from batchinfer.attention.context import ForwardContext
+from batchinfer.attention.spec import AttentionSpec
+from batchinfer.errors import ModelError
+from batchinfer.layers import Embedding, Linear, LMHead, RMSNorm, Rope, RopeConfig
+from batchinfer.models.base import ModelFacts
+from batchinfer.quant import LinearScheme
+from batchinfer.weights import Ignore, Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """How members of the family differ where their config doesn't say it.
+
+    attention_bias   "config": on q, k, v and o, as attention_bias says; "qkv": always, on q, k and v
+    qk_norm          RMS norm over each head of q and k, before rotation
+    window           "config": sliding_window holds wherever it is set; "flag": only under use_sliding_window;
+                     "none": there is no such thing
+    default_head_dim the head_dim of a config that has no such key; None: hidden_size / num_attention_heads
+    """
+
+    attention_bias: Literal["none", "config", "qkv"] = "none"
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: Literal["none", "config", "flag"] = "none"
+    default_head_dim: int | None = None
+
+
+ARCHITECTURES: Mapping[str, Variant] = {
+    "LlamaForCausalLM": Variant(attention_bias="config", mlp_bias=True),
+    "MistralForCausalLM": Variant(window="config"),
+    "Qwen2ForCausalLM": Variant(attention_bias="qkv", window="flag"),
+    "Qwen3ForCausalLM": Variant(attention_bias="config", qk_norm=True, window="flag", default_head_dim=128),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """A member's config.json, resolved and checked."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    windows: tuple[int | None, ...]  # one per layer
+    rope: RopeConfig
+
+    @classmethod
+    def from_config(cls, architecture: str, config: Mapping[str, Any]) -> LlamaConfig:
+        variant = ARCHITECTURES[architecture]
+
+        def number(key: str) -> int:
+            value = config.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ModelError(f"{key} in the model's config must be a positive integer, got {value!r}")
+            return value
+
+        hidden_size, num_heads, num_layers = (
+            number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        )
+        num_kv_heads = number("num_key_value_heads") if config.get("num_key_value_heads") else num_heads
+        if num_heads % num_kv_heads:
+            raise ModelError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+        head_dim = config.get("head_dim", variant.default_head_dim)
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ModelError(
+                    f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
+                    "and the config gives no head_dim"
+                )
+            head_dim = hidden_size // num_heads
+        activation = config.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise ModelError(f"hidden_act {activation!r} is not supported in this family; silu is")
+        max_positions = number("max_position_embeddings")
+        has_bias = bool(config.get("attention_bias", False)) and variant.attention_bias == "config"
+        return cls(
+            hidden_size=hidden_size,
+            intermediate_size=number("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=int(head_dim),
+            vocab_size=number("vocab_size"),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            qkv_bias=has_bias or variant.attention_bias == "qkv",
+            o_bias=has_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)) and variant.mlp_bias,
+            qk_norm=variant.qk_norm,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            windows=_windows(variant, config, num_layers),
+            rope=RopeConfig.from_config(config, head_dim=int(head_dim), max_position_embeddings=max_positions),
+        )
+
+
+def _windows(variant: Variant, config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer, None where it sees everything."""
+    window = config.get("sliding_window")
+    in_use = variant.window == "config" or (variant.window == "flag" and bool(config.get("use_sliding_window")))
+    if not in_use or window is None:
+        return (None,) * num_layers
+    if not isinstance(window, int) or window < 1:
+        raise ModelError(f"sliding_window in the model's config must be a positive integer, got {window!r}")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = int(config.get("max_window_layers", 0)) if variant.window == "flag" else 0
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"layer_types in the model's config is not understood: {kinds!r}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+class Attention(nn.Module):
+    def __init__(self, layer: int, config: LlamaConfig, make: _Make) -> None:
+        super().__init__()
+        self.layer, self.ops = layer, make.ops
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.sizes = [q_size, kv_size, kv_size]
+        self.qkv = make.linear(config.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias=config.qkv_bias)
+        self.o = make.linear(q_size, {"": config.hidden_size}, bias=config.o_bias)
+        self.q_norm = make.norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = make.norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+        num_tokens = x.shape[0]
+        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
+        q = q.view(num_tokens, self.num_heads, self.head_dim)
+        k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
+        v = v.view(num_tokens, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.ops.rope(q, k, cos, sin)
+        out = ctx.attend(self.layer, q, k, v)
+        return self.o(out.reshape(num_tokens, self.num_heads * self.head_dim))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig, make: _Make) -> None:
+        super().__init__()
+        self.ops = make.ops
+        inner = config.intermediate_size
+        self.gate_up = make.linear(config.hidden_size, {"gate": inner, "up": inner}, bias=config.mlp_bias)
+        self.down = make.linear(inner, {"": config.hidden_size}, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.ops.silu_and_mul(self.gate_up(x)))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, layer: int, config: LlamaConfig, make: _Make) -> None:
+        super().__init__()
+        self.input_norm = make.norm(config.hidden_size, config.rms_norm_eps)
+        self.attn = Attention(layer, config, make)
+        self.post_norm = make.norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, make)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """(MLP output, residual without it): the next norm adds the two."""
+        if residual is None:
+            residual, x = x, self.input_norm(x)
+        else:
+            x, residual = self.input_norm.add(x, residual)
+        x, residual = self.post_norm.add(self.attn(x, cos, sin, ctx), residual)
+        return self.mlp(x), residual
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Make:
+    """Makes layers of one dtype, device, scheme and kernel table."""
+
+    scheme: LinearScheme
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+
+    def linear(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> Linear:
+        return Linear(
+            in_features,
+            parts,
+            bias=bias,
+            scheme=self.scheme,
+            ops=self.ops,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def norm(self, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(size, eps, ops=self.ops, dtype=self.dtype, device=self.device)
+
+    def embedding(self, vocab_size: int, hidden_size: int) -> Embedding:
+        return Embedding(vocab_size, hidden_size, ops=self.ops, dtype=self.dtype, device=self.device)
+
+    def head(self, vocab_size: int, hidden_size: int, *, tied_to: Embedding | None) -> LMHead:
+        return LMHead(vocab_size, hidden_size, tied_to=tied_to, ops=self.ops, dtype=self.dtype, device=self.device)
+
+
+class LlamaForCausalLM(nn.Module):
+    """Any member of the family. See `models.base.CausalLM` for what is called from outside."""
+
+    def __init__(self, config: LlamaConfig, facts: ModelFacts, make: _Make) -> None:
+        super().__init__()
+        self.config, self.facts = config, facts
+        self.attention_specs = tuple(
+            AttentionSpec(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.head_dim**-0.5,
+                # A window that no sequence can outgrow is none.
+                window=window if window is not None and window < facts.max_model_len else None,
+            )
+            for window in config.windows
+        )
+        self.embed = make.embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(i, config, make) for i in range(config.num_layers))
+        self.norm = make.norm(config.hidden_size, config.rms_norm_eps)
+        tied_to = self.embed if config.tie_word_embeddings else None
+        self.lm_head = make.head(config.vocab_size, config.hidden_size, tied_to=tied_to)
+        self.rope = Rope(config.rope, max_model_len=facts.max_model_len, device=make.device)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
+        cos, sin = self.rope(positions)
+        x: Tensor = self.embed(token_ids)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin, ctx)
+        assert residual is not None
+        return self.norm.add(x, residual)[0]
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)  # type: ignore[no-any-return]
+
+    def num_parameter_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    def weight_rules(self, kind: str) -> tuple[tuple[Rule, ...], tuple[Ignore, ...]]:
+        """Names of the stored tensors, by kind of file ("hf" or "gguf")."""
+        if kind == "gguf":
+            return _gguf_rules(self.config, permuted=self.facts.architecture == "LlamaForCausalLM"), GGUF_IGNORES
+        ignores = HF_IGNORES
+        if self.config.tie_word_embeddings:
+            ignores += (Ignore(stored="lm_head.weight", reason="tied to the embedding"),)
+            return tuple(rule for rule in HF_RULES if rule.stored != "lm_head.weight"), ignores
+        return HF_RULES, ignores
+
+
+_HF_LAYER, _OUR_LAYER = "model.layers.{i}.", "layers.{i}."
+HF_RULES = (
+    Rule(stored="model.embed_tokens.weight", parameter="embed.weight"),
+    Rule(stored="model.norm.weight", parameter="norm.weight"),
+    Rule(stored="lm_head.weight", parameter="lm_head.weight"),
+    Rule(stored=_HF_LAYER + "input_layernorm.weight", parameter=_OUR_LAYER + "input_norm.weight"),
+    Rule(stored=_HF_LAYER + "post_attention_layernorm.weight", parameter=_OUR_LAYER + "post_norm.weight"),
+    *(
+        Rule(
+            stored=f"{_HF_LAYER}self_attn.{part}_proj.{{kind}}",
+            parameter=f"{_OUR_LAYER}attn.qkv.{{kind}}",
+            part=part,
+        )
+        for part in ("q", "k", "v")
+    ),
+    Rule(stored=_HF_LAYER + "self_attn.o_proj.{kind}", parameter=_OUR_LAYER + "attn.o.{kind}"),
+    Rule(stored=_HF_LAYER + "self_attn.{p}_norm.weight", parameter=_OUR_LAYER + "attn.{p}_norm.weight"),
+    *(
+        Rule(
+            stored=f"{_HF_LAYER}mlp.{part}_proj.{{kind}}",
+            parameter=f"{_OUR_LAYER}mlp.gate_up.{{kind}}",
+            part=part,
+        )
+        for part in ("gate", "up")
+    ),
+    Rule(stored=_HF_LAYER + "mlp.down_proj.{kind}", parameter=_OUR_LAYER + "mlp.down.{kind}"),
+)
+HF_IGNORES: tuple[Ignore, ...] = (
+    Ignore(stored=_HF_LAYER + "self_attn.rotary_emb.inv_freq", reason="computed from the config"),
+)
+GGUF_IGNORES: tuple[Ignore, ...] = (
+    Ignore(stored="rope_freqs.weight", reason="read as RoPE frequency factors when the file was opened"),
+)
+
+
+def _gguf_rules(config: LlamaConfig, *, permuted: bool) -> tuple[Rule, ...]:
+    """GGUF's names. Files of the architecture "llama" store the rows of q and k in another order (`pairwise`)."""
+    view = partial(pairwise, head_dim=config.head_dim) if permuted else None
+    stored, ours = "blk.{i}.", "layers.{i}."
+    return (
+        Rule(stored="token_embd.weight", parameter="embed.weight"),
+        Rule(stored="output_norm.weight", parameter="norm.weight"),
+        Rule(stored="output.weight", parameter="lm_head.weight"),
+        Rule(stored=stored + "attn_norm.weight", parameter=ours + "input_norm.weight"),
+        Rule(stored=stored + "ffn_norm.weight", parameter=ours + "post_norm.weight"),
+        *(
+            Rule(
+                stored=f"{stored}attn_{part}.{{kind}}",
+                parameter=f"{ours}attn.qkv.{{kind}}",
+                part=part,
+                view=None if part == "v" else view,
+            )
+            for part in ("q", "k", "v")
+        ),
+        Rule(stored=stored + "attn_output.{kind}", parameter=ours + "attn.o.{kind}"),
+        *(
+            Rule(stored=f"{stored}attn_{part}_norm.weight", parameter=f"{ours}attn.{part}_norm.weight")
+            for part in ("q", "k")
+        ),
+        *(
+            Rule(stored=f"{stored}ffn_{part}.{{kind}}", parameter=f"{ours}mlp.gate_up.{{kind}}", part=part)
+            for part in ("gate", "up")
+        ),
+        Rule(stored=stored + "ffn_down.{kind}", parameter=ours + "mlp.down.{kind}"),
+    )
+
+
+def pairwise(rows: Tensor, *, head_dim: int) -> Tensor:
+    """Rows of q or k [heads * head_dim, ...] as seen by a file that keeps rotated pairs next to each other.
+
+    We keep a head's rows as (first halves, second halves), which `ops.rope` rotates; the file has
+    (first 0, second 0, first 1, second 1, ...).
+    """
+    return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2)
+
+
+def build(
+    architecture: str,
+    config: Mapping[str, Any],
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    dtype_source: str,
+    device: torch.device,
+    scheme: LinearScheme,
+    ops: Ops,
+) -> LlamaForCausalLM:
+    """A member of the family with parameters not yet filled."""
+    resolved = LlamaConfig.from_config(architecture, config)
+    facts = ModelFacts(
+        architecture=architecture,
+        num_layers=resolved.num_layers,
+        hidden_size=resolved.hidden_size,
+        num_heads=resolved.num_heads,
+        num_kv_heads=resolved.num_kv_heads,
+        head_dim=resolved.head_dim,
+        vocab_size=resolved.vocab_size,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        dtype_source=dtype_source,
+        quantization=scheme.name,
+    )
+    return LlamaForCausalLM(resolved, facts, _Make(scheme=scheme, ops=ops, dtype=dtype, device=device))

@@ -1,0 +1,81 @@
+"""Every architecture by name, and `load_model`.
+
+To add a family: a file beside this one with `ARCHITECTURES`, `build` and its weight rules, and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from batchinfer_kernels.table import Ops
+from torch import nn
+
+from batchinfer.errors import ConfigError, ModelError
+from batchinfer.modelfiles import ModelFiles
+from batchinfer.models import llama
+from batchinfer.models.base import CausalLM
+from batchinfer.models.dtype import resolve_dtype
+from batchinfer.quant import resolve_scheme
+from batchinfer.weights import load_weights
+
+ARCHITECTURES: Mapping[str, Callable[..., llama.LlamaForCausalLM]] = dict.fromkeys(llama.ARCHITECTURES, llama.build)
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The architecture that the config names. Raises ModelError where it is unknown, with the list of known ones."""
+    names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise ModelError(f"architectures in the model's config must be a list, got {names!r}")
+    for name in names:
+        if name in ARCHITECTURES:
+            return str(name)
+    said = ", ".join(map(str, names)) or f"none (model_type {config.get('model_type')!r})"
+    raise ModelError(f"architecture {said} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}")
+
+
+def load_model(
+    files: ModelFiles,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    ops: Ops,
+    quantization: str = "auto",
+    max_model_len: int | None = None,
+    num_threads: int | None = None,
+) -> CausalLM:
+    """Builds a model and fills it from its files.
+
+    max_model_len   positions to prepare for; None is the model's own limit, more than that is refused
+    num_threads     threads that read and dequantize; None is one per core
+    Raises ModelError (WeightError among them) or ConfigError, before anything large is allocated where it can.
+    """
+    if files.kind == "fake":
+        raise ModelError(f"{files.name}: a fake model has no weights to load; it runs with the fake runner only")
+    device = torch.device(device)
+    try:
+        architecture = architecture_of(files.config)
+        scheme = resolve_scheme(quantization, files.config)
+        limit = files.max_model_len
+        if max_model_len is not None and max_model_len > limit:
+            raise ConfigError(f"engine.max_model_len {max_model_len} is more than the model's own {limit}")
+        resolved, source = resolve_dtype(dtype, files.config, device)
+        model = ARCHITECTURES[architecture](
+            architecture,
+            files.config,
+            max_model_len=max_model_len or limit,
+            dtype=resolved,
+            dtype_source=source,
+            device=device,
+            scheme=scheme,
+            ops=ops,
+        )
+    except ModelError as error:
+        if str(files.root) in str(error):
+            raise
+        raise ModelError(f"{files.root}: {error}") from error
+    assert isinstance(model, nn.Module)
+    rules, ignores = model.weight_rules(files.kind)
+    load_weights(model, files.tensors, rules, ignores, where=str(files.root), num_threads=num_threads)
+    return model

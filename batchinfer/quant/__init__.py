@@ -1,0 +1,6 @@
+"""How a linear layer keeps and multiplies its weights. One file is one scheme; `scheme` says what a scheme is."""
+
+from batchinfer.quant.scheme import LinearScheme, resolve_scheme
+from batchinfer.quant.unquantized import Unquantized
+
+__all__ = ["LinearScheme", "Unquantized", "resolve_scheme"]

@@ -1,0 +1,180 @@
+"""Fills a model's parameters from checkpoint files: read, dequantize, cast, copy; in pieces, on several threads.
+
+Responsible for: bounded memory (a few pieces of a tensor at a time beside the parameters), shape and type checks
+with names. Not for: which tensor goes where (`rules`), what the files hold (modelfiles), how a layer keeps its
+weights (layers, quant).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from batchinfer.modelfiles import StoredTensor
+from batchinfer.weights.gguf_types import DEQUANTIZED, dequantize
+from batchinfer.weights.rules import Ignore, Part, Rule, WeightError, match
+
+PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Elements handled at once: large enough that Python's share is nothing, small enough for the cache.
+PIECE_ELEMENTS = 1 << 18
+
+
+@runtime_checkable
+class Loadable(Protocol):
+    """A layer that owns parameters. The loader asks `parts`, fills each `target`, then says `loaded`."""
+
+    def parts(self) -> dict[Part, tuple[int, ...]]:
+        """Shape of what is stored, by (parameter's name in this layer, part)."""
+        ...
+
+    def target(self, part: Part) -> Tensor:
+        """Memory to fill with a part; asked for once, when its tensor is about to be read."""
+        ...
+
+    def loaded(self) -> None:
+        """Called once when all parts are filled: the place to repack."""
+        ...
+
+
+@dataclass(slots=True)
+class _Item:
+    """One stored tensor on its way into a part."""
+
+    stored: StoredTensor
+    layer: Loadable
+    part: Part
+    rule: Rule
+    pieces_left: int = 0
+    target: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Progress:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    parts_left: dict[int, int] = field(default_factory=dict)  # by id of the layer
+
+
+def load_weights(
+    model: nn.Module,
+    tensors: Mapping[str, StoredTensor],
+    rules: Sequence[Rule],
+    ignores: Sequence[Ignore] = (),
+    *,
+    where: str,
+    num_threads: int | None = None,
+) -> None:
+    """Fills every parameter of `model` from `tensors`. Raises WeightError where they don't fit together."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Loadable)}
+    owners: dict[Part, tuple[Loadable, Part, tuple[int, ...]]] = {}
+    for name, layer in layers.items():
+        for (parameter, part), shape in layer.parts().items():
+            owners[f"{name}.{parameter}", part] = (layer, (parameter, part), shape)
+    matched = match(tensors, owners, rules, ignores, where=where)
+    items = []
+    progress = _Progress()
+    for name, (model_part, rule) in matched.items():
+        layer, layer_part, shape = owners[model_part]
+        _check(tensors[name], shape)
+        items.append(_Item(stored=tensors[name], layer=layer, part=layer_part, rule=rule))
+        progress.parts_left[id(layer)] = progress.parts_left.get(id(layer), 0) + 1
+    workers = num_threads or min(8, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="load-weights") as pool:
+        try:
+            for _ in pool.map(lambda job: job(), _jobs(items, progress)):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _check(stored: StoredTensor, shape: tuple[int, ...]) -> None:
+    if stored.dtype not in PLAIN_TYPES and stored.dtype not in DEQUANTIZED:
+        raise WeightError(
+            f"{stored.file}: tensor {stored.name!r} is of type {stored.dtype}, which is not supported; "
+            f"supported are {', '.join([*PLAIN_TYPES, *sorted(DEQUANTIZED)])}"
+        )
+    if stored.shape != shape:
+        raise WeightError(
+            f"{stored.file}: tensor {stored.name!r} has shape {list(stored.shape)}, "
+            f"the model's config asks for {list(shape)}"
+        )
+
+
+def _jobs(items: Sequence[_Item], progress: _Progress) -> Iterator[Callable[[], None]]:
+    for item in items:
+        rows = item.stored.shape[0]
+        # A view splits the first dimension into groups that a piece must not cut; heads are few, so whole tensors.
+        per_row = math.prod(item.stored.shape[1:])
+        step = rows if item.rule.view is not None else max(1, PIECE_ELEMENTS // max(1, per_row))
+        starts = range(0, rows, step) if len(item.stored.shape) > 1 else range(1)
+        item.pieces_left = len(starts)
+        for start in starts:
+            stop = min(rows, start + step) if len(starts) > 1 else rows
+            yield lambda item=item, start=start, stop=stop: _copy_piece(item, start, stop, progress)  # type: ignore[misc]
+
+
+def _copy_piece(item: _Item, start: int, stop: int, progress: _Progress) -> None:
+    with progress.lock:
+        if item.target is None:
+            item.target = item.layer.target(item.part)
+    stored, target = item.stored, item.target
+    piece = target[start:stop]
+    if item.rule.view is not None:
+        piece = item.rule.view(piece)
+    values = read_rows(stored, start, stop)
+    if piece.device.type == "cpu" and piece.dtype == torch.float32 and values.dtype == torch.float32:
+        # numpy copies on this thread; torch would start a team of threads for each piece.
+        np.copyto(piece.numpy(), values.numpy().reshape(piece.shape))
+    else:
+        piece.copy_(values.view(piece.shape))
+        if piece.dtype == torch.float16 and values.dtype != torch.float16 and not torch.isfinite(piece).all():
+            raise WeightError(
+                f"{stored.file}: tensor {stored.name!r} ({stored.dtype}) has values that float16 can't hold; "
+                "use dtype: bfloat16 or float32"
+            )
+    with progress.lock:
+        item.pieces_left -= 1
+        if item.pieces_left:
+            return
+        item.target = None
+        progress.parts_left[id(item.layer)] -= 1
+        complete = progress.parts_left[id(item.layer)] == 0
+    if complete:
+        item.layer.loaded()
+
+
+def read_rows(stored: StoredTensor, start: int, stop: int) -> Tensor:
+    """Rows start .. stop of a stored tensor, in its own type where that is plain, else dequantized to float32."""
+    rows = stored.shape[0] if stored.shape else 1
+    row_bytes = stored.nbytes // max(1, rows)
+    raw = _read(stored, stored.offset + start * row_bytes, (stop - start) * row_bytes)
+    shape = (stop - start, *stored.shape[1:]) if stored.shape else ()
+    plain = PLAIN_TYPES.get(stored.dtype)
+    if plain is not None:
+        return torch.from_numpy(raw).view(plain).view(shape)
+    return torch.from_numpy(dequantize(raw, stored.dtype)).view(shape)
+
+
+def _read(stored: StoredTensor, offset: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    # Read, not mapped: a file that shrinks meanwhile is then an error with a name, not a SIGBUS.
+    buffer = np.empty(nbytes, dtype=np.uint8)
+    try:
+        with stored.file.open("rb", buffering=0) as f:
+            done = 0
+            while done < nbytes:
+                count = os.preadv(f.fileno(), [buffer[done:].data], offset + done)
+                if count == 0:
+                    raise WeightError(f"{stored.file}: ends inside tensor {stored.name!r}; copy or download it again")
+                done += count
+    except OSError as error:
+        raise WeightError(f"{stored.file}: tensor {stored.name!r} can't be read: {error.strerror or error}") from error
+    return buffer
