@@ -1,0 +1,371 @@
+"""The loop: takes requests, runs steps, hands out finished rows.
+
+Responsible for: one outcome per request, whatever happens; the samples of a request; memory that runs out; counts.
+Not for: choosing what runs (scheduling), running it (runner), building an engine (`build`), prompts as text
+(`llm`, or the job's planner). One thread owns an engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from batchinfer.engine.recovery import StepExecutor
+from batchinfer.engine.stopping import StopStringWatch, refuse, stop_ids, tokens_of_text
+from batchinfer.errors import ConfigError
+from batchinfer.modelfiles import ModelFiles
+from batchinfer.scheduling import Scheduler, Sequence, Status
+from batchinfer.text import Tokenizer
+from batchinfer.types.request import CompletionOutput, Request, RequestOutput
+from batchinfer.types.rows import RowError
+from batchinfer.types.streams import sample_key
+
+if TYPE_CHECKING:
+    from batchinfer.runner.base import ModelRunner
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counts since the engine was built; times in seconds.
+
+    num_prompt_tokens      of admitted sequences, each sample counted
+    num_cached_tokens      of these, found in the prefix cache at first admission
+    num_computed_tokens    run through the model: more than needed where pre-emption made it run them again
+    num_clamped_requests   whose max_tokens did not fit into the context behind the prompt
+    """
+
+    num_steps: int = 0
+    num_requests: int = 0
+    num_finished: int = 0
+    num_errors: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_clamped_requests: int = 0
+    num_cut_steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    scheduler_s: float = 0.0
+    runner_s: float = 0.0
+    output_s: float = 0.0
+
+
+class _Row:
+    """A request on its way: which samples have ended."""
+
+    __slots__ = ("ended", "first", "num_pending", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.num_pending = request.sampling.n
+        self.first: Sequence | None = None  # sample 0: it carries what is told of the prompt
+        self.ended: list[tuple[Sequence, str]] = []
+
+
+class Engine:
+    """Requests in, outcomes out. `add_request` at any time between steps; `step` until nothing is unfinished.
+
+    Every request yields exactly one RequestOutput, with `outputs` or with `error`. Raises EngineError only when the
+    runner is broken as a whole; nothing of the engine may be used after that but `close`.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        max_num_seqs: int = 128,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        model: ModelFiles | None = None,
+    ) -> None:
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.model = model
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.scheduler = Scheduler(
+            runner.kv_groups,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+        )
+        self._limits = (max_num_seqs, max_num_batched_tokens)
+        self._executor = StepExecutor(runner)
+        self._rows: dict[int, list[Sequence]] = {}
+        self._watches: dict[int, StopStringWatch] = {}
+        self._refused: list[RequestOutput] = []
+        self._next_seq_id = 0
+        self._num_steps = self._num_requests = self._num_finished = self._num_errors = self._num_clamped = 0
+        self._scheduler_s = self._runner_s = self._output_s = 0.0
+
+    # ---------------------------------------------------------------- requests
+
+    def add_request(self, request: Request) -> None:
+        """Takes a request in. One that can't run is answered with its error by the next step."""
+        if request.request_id in self._rows:
+            raise ConfigError(f"request {request.request_id} is in the engine already")
+        self._num_requests += 1
+        error = refuse(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        if error is not None:
+            self._num_errors += 1
+            self._refused.append(_failed(request, error))
+            return
+        sampling = request.sampling
+        num_prompt = len(request.prompt_token_ids)
+        max_total = self.max_model_len
+        if sampling.max_tokens is not None:
+            if num_prompt + sampling.max_tokens <= max_total:
+                max_total = num_prompt + sampling.max_tokens
+            else:
+                self._num_clamped += 1
+        row = _Row(request)
+        stops = stop_ids(request)
+        seqs: list[Sequence] = []
+        for index in range(sampling.n):
+            seq = Sequence(
+                seq_id=self._next_seq_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=sampling,
+                sample_key=sample_key(request.stream_key, index),
+                max_total_tokens=max_total,
+                stop_ids=stops,
+                eos_ids=request.eos_token_ids,
+                sample_index=index,
+                owner=row,
+            )
+            self._next_seq_id += 1
+            if index == 0:
+                row.first = seq
+                if sampling.prompt_logprobs is not None and sampling.n > 1:
+                    sampling = replace(sampling, prompt_logprobs=None)  # once per prompt is enough
+            if sampling.stop and self.tokenizer is not None:
+                from batchinfer.text.stop_strings import SequenceDecoder
+
+                decoder = SequenceDecoder(
+                    self.tokenizer,
+                    stop=tuple(sampling.stop),
+                    include_stop_str_in_output=sampling.include_stop_str_in_output,
+                    skip_special_tokens=sampling.skip_special_tokens,
+                    min_tokens=sampling.min_tokens,
+                )
+                self._watches[seq.seq_id] = StopStringWatch(seq, decoder)
+            seqs.append(seq)
+            self.scheduler.add(seq)
+        self._rows[request.request_id] = seqs
+
+    def abort(self, request_id: int) -> bool:
+        """Drops a request: it yields nothing any more. False if it is not there."""
+        seqs = self._rows.pop(request_id, None)
+        if seqs is None:
+            return False
+        self._drop(seqs)
+        return True
+
+    def has_unfinished(self) -> bool:
+        return bool(self._rows) or bool(self._refused)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests without an outcome; a feeder keeps this above `max_num_seqs`."""
+        return len(self._rows) + len(self._refused)
+
+    # ---------------------------------------------------------------- a step
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step; returns the requests that ended with it. Does nothing when nothing is there to do."""
+        clock = time.perf_counter
+        scheduler = self.scheduler
+        start = clock()
+        plan = scheduler.schedule()
+        planned = clock()
+        if plan is None:
+            done = scheduler.take_done()
+            executed = planned
+        else:
+            executor = self._executor
+            result = executor.execute(plan)
+            executed = clock()
+            done = scheduler.commit(plan, result)
+            self._num_steps += 1
+            if self._watches:
+                self._read_watched(result.token_ids, done)
+            if executor.ran_out_of_memory:
+                self._after_out_of_memory(len(plan.chunks), sum(len(c.token_ids) for c in plan.chunks))
+        committed = clock()
+        outputs = self._collect(done)
+        if self._refused:
+            outputs += self._refused
+            self._refused = []
+        self._scheduler_s += planned - start + committed - executed
+        self._runner_s += executed - planned
+        self._output_s += clock() - committed
+        return outputs
+
+    def run(self) -> list[RequestOutput]:
+        """Steps until nothing is unfinished; returns the outcomes in the order in which they came."""
+        outputs: list[RequestOutput] = []
+        while self.has_unfinished():
+            outputs += self.step()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_requests=self._num_requests,
+            num_finished=self._num_finished,
+            num_errors=self._num_errors,
+            num_computed_tokens=scheduler.num_computed_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_generated_tokens=scheduler.num_generated_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_clamped_requests=self._num_clamped,
+            num_cut_steps=self._executor.num_cut_steps,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            scheduler_s=self._scheduler_s,
+            runner_s=self._runner_s,
+            output_s=self._output_s,
+        )
+
+    def check(self) -> None:
+        """Asserts the engine's and the scheduler's invariants; for tests."""
+        self.scheduler.check()
+        pending = sum(row[0].owner.num_pending for row in self._rows.values())
+        assert pending == self.scheduler.num_unfinished, "a sequence belongs to no request, or the reverse"
+        live = {seq.seq_id for seqs in self._rows.values() for seq in seqs if seq.status is not Status.FINISHED}
+        assert set(self._watches) <= live, "a finished sequence is still watched"
+
+    def close(self) -> None:
+        self.runner.close()
+
+    # ---------------------------------------------------------------- parts
+
+    def _read_watched(self, token_ids: Mapping[int, object], done: list[Sequence]) -> None:
+        for seq_id in token_ids:
+            watch = self._watches.get(seq_id)
+            if watch is not None and watch.read() and watch.seq.status is not Status.FINISHED:
+                self.scheduler.end(watch.seq)
+                done.append(watch.seq)
+
+    def _after_out_of_memory(self, num_chunks: int, num_tokens: int) -> None:
+        """Smaller steps from here on; after a row that does not fit alone, which says nothing about the others,
+        the limits are what they were."""
+        scheduler = self.scheduler
+        if self._executor.row_ran_out_of_memory:
+            scheduler.max_num_seqs, scheduler.max_num_batched_tokens = self._limits
+            return
+        scheduler.shrink(max(1, min(scheduler.max_num_seqs, num_chunks) // 2))
+        if scheduler.enable_chunked_prefill:
+            scheduler.max_num_batched_tokens = max(
+                1, min(scheduler.max_num_batched_tokens, num_tokens) // 2, scheduler.max_num_seqs
+            )
+        _log.warning(
+            "out of memory in a step of %d tokens of %d sequences: going on with max_num_seqs %d and "
+            "max_num_batched_tokens %d",
+            num_tokens,
+            num_chunks,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+        )
+
+    def _drop(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            self._watches.pop(seq.seq_id, None)
+            self.scheduler.abort(seq.seq_id)
+
+    def _collect(self, done: list[Sequence]) -> list[RequestOutput]:
+        """Outcomes of the requests that these sequences complete, or fail."""
+        if not done:
+            return []
+        outputs: list[RequestOutput] = []
+        rows = self._rows
+        for seq, text in zip(done, self._texts(done), strict=True):
+            row: _Row = seq.owner
+            request = row.request
+            if request.request_id not in rows:
+                continue  # another sample of it has failed in the same step
+            if seq.error is not None:
+                self._drop(rows.pop(request.request_id))
+                self._num_errors += 1
+                outputs.append(_failed(request, seq.error))
+                continue
+            row.ended.append((seq, text))
+            row.num_pending -= 1
+            if row.num_pending == 0:
+                del rows[request.request_id]
+                self._num_finished += 1
+                outputs.append(_completed(row))
+        return outputs
+
+    def _texts(self, done: list[Sequence]) -> list[str]:
+        """Text of each sequence; those without stop strings are decoded together."""
+        texts = [""] * len(done)
+        if self.tokenizer is None:
+            return texts
+        together: dict[bool, list[int]] = {}
+        for i, seq in enumerate(done):
+            if seq.error is not None:
+                continue
+            watch = self._watches.pop(seq.seq_id, None) if self._watches else None
+            if watch is not None:
+                texts[i] = watch.text()
+            else:
+                together.setdefault(seq.sampling.skip_special_tokens, []).append(i)
+        for skip, places in together.items():
+            decoded = self.tokenizer.decode_batch(
+                [tokens_of_text(done[i]) for i in places], skip_special_tokens=skip
+            )
+            for i, text in zip(places, decoded, strict=True):
+                texts[i] = text
+        return texts
+
+
+def _failed(request: Request, error: RowError) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id, prompt_token_ids=request.prompt_token_ids, error=error
+    )
+
+
+def _completed(row: _Row) -> RequestOutput:
+    if len(row.ended) > 1:
+        row.ended.sort(key=lambda pair: pair[0].sample_index)
+    first = row.first
+    assert first is not None
+    return RequestOutput(
+        request_id=row.request.request_id,
+        prompt_token_ids=row.request.prompt_token_ids,
+        outputs=tuple(_sample(seq, text) for seq, text in row.ended),
+        prompt_logprobs=None if first.prompt_logprobs is None else tuple(first.prompt_logprobs),
+        num_cached_tokens=max(first.num_cached_tokens, 0),
+    )
+
+
+def _sample(seq: Sequence, text: str) -> CompletionOutput:
+    assert seq.finish_reason is not None
+    logprobs = seq.logprobs
+    return CompletionOutput(
+        index=seq.sample_index,
+        text=text,
+        token_ids=tuple(seq.output_token_ids),
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        logprobs=None if logprobs is None else tuple(logprobs),
+        cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
+    )

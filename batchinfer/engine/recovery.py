@@ -1,0 +1,130 @@
+"""Executes a step's plan, and goes on where the runner can't.
+
+Responsible for: finding the row that makes a runner raise, by running the step again in halves; steps that are
+too large for memory; the step numbers that the runner sees. Not for: rows that the runner itself gives up on
+(`StepResult.errors`), nor a process that dies (the job layer bisects units).
+
+The chunks of a step are independent of each other, and what a runner has half done it does again with the same
+result, so cutting a step changes no token. A step that raised counts as not executed: the next has the same number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from batchinfer.errors import EngineError, OutOfMemory
+from batchinfer.types.request import TokenLogprobs
+from batchinfer.types.rows import ErrorClass, RowError
+from batchinfer.types.step import Chunk, SequenceSpec, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from batchinfer.runner.base import ModelRunner
+
+MAX_FAILURES_IN_A_ROW = 4
+"""So many rows that fail one after the other, with nothing executed in between, are the engine's fault."""
+
+_log = logging.getLogger(__name__)
+
+
+class StepExecutor:
+    """Runs plans on one runner. `num_cut_steps` counts steps that had to be cut, `num_failed_rows` rows given up."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._next_step = 0
+        self._added: tuple[SequenceSpec, ...] = ()  # not yet told to the runner
+        self._finished: tuple[int, ...] = ()
+        self._failures_in_a_row = 0
+        self.num_cut_steps = 0
+        self.num_failed_rows = 0
+        self.ran_out_of_memory = False  # in the last plan
+        self.row_ran_out_of_memory = False  # a single token of the last plan did not fit
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Raises EngineError when the runner is broken as a whole."""
+        self.ran_out_of_memory = self.row_ran_out_of_memory = False
+        if self._added or self._finished or plan.step != self._next_step:
+            plan = StepPlan(
+                self._next_step, plan.chunks, self._added + plan.added, self._finished + plan.finished
+            )
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:
+            self._added, self._finished = plan.added, plan.finished
+            return self._execute_in_parts(plan.chunks, error)
+        self._next_step += 1
+        self._added, self._finished = (), ()
+        self._failures_in_a_row = 0
+        return result
+
+    def _execute_in_parts(self, chunks: Sequence[Chunk], error: Exception) -> StepResult:
+        self.num_cut_steps += 1
+        token_ids: dict[int, Sequence[int]] = {}
+        logprobs: dict[int, Sequence[TokenLogprobs]] = {}
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        errors: dict[int, RowError] = {}
+        todo = list(reversed(self._parts(chunks, error, errors)))
+        while todo:
+            part = [chunk for chunk in todo.pop() if chunk.seq_id not in errors]
+            if not part:
+                continue
+            try:
+                result = self._runner.execute(
+                    StepPlan(self._next_step, tuple(part), self._added, self._finished)
+                )
+            except Exception as again:
+                todo.extend(reversed(self._parts(part, again, errors)))
+                continue
+            self._next_step += 1
+            self._added, self._finished = (), ()
+            self._failures_in_a_row = 0
+            token_ids.update(result.token_ids)
+            logprobs.update(result.logprobs)
+            errors.update(result.errors)
+            for seq_id, entries in result.prompt_logprobs.items():
+                prompt_logprobs.setdefault(seq_id, []).extend(entries)
+        return StepResult(token_ids, logprobs, prompt_logprobs, errors)
+
+    def _parts(
+        self, chunks: Sequence[Chunk], error: Exception, errors: dict[int, RowError]
+    ) -> list[Sequence[Chunk]]:
+        """What to run instead of `chunks`, in order; a row that can't be cut any more gets its error."""
+        out_of_memory = isinstance(error, (OutOfMemory, MemoryError))
+        if isinstance(error, EngineError) and not out_of_memory:
+            raise error
+        self.ran_out_of_memory |= out_of_memory
+        if len(chunks) > 1:
+            half = len(chunks) // 2
+            return [chunks[:half], chunks[half:]]
+        chunk = chunks[0]
+        half = len(chunk.token_ids) // 2
+        if out_of_memory and half:
+            first, second = chunk.token_ids[:half], chunk.token_ids[half:]
+            return [
+                [Chunk(chunk.seq_id, chunk.start, first, chunk.block_tables, 0)],
+                [Chunk(chunk.seq_id, chunk.start + half, second, chunk.block_tables, chunk.num_logits)],
+            ]
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise EngineError(
+                f"the model runner failed for {self._failures_in_a_row} rows one after the other, the last time with "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self.num_failed_rows += 1
+        if out_of_memory:
+            self.row_ran_out_of_memory = True
+            row_error = RowError(
+                ErrorClass.OUT_OF_MEMORY,
+                f"the row alone does not fit into memory at token {chunk.start}: {error}; lower "
+                "engine.kv_cache_memory or engine.max_model_len",
+            )
+        else:
+            row_error = RowError(
+                ErrorClass.INTERNAL,
+                f"the model runner raised {type(error).__name__} for this row alone: {error}",
+            )
+            _log.error("a row makes the model runner raise", exc_info=error)
+        errors[chunk.seq_id] = row_error
+        return []

@@ -1,0 +1,94 @@
+"""When a sequence ends and what its text is.
+
+Responsible for: limits in tokens, the set of stop ids, stop strings, text of a finished sample. Not for: finding a
+stop string in text (text.SequenceDecoder); stop ids and lengths are compared by the scheduler, token by token.
+
+The rules: a stop id (of the model's ends unless `ignore_eos`, or of `stop_token_ids`) ends a sequence after at
+least `min_tokens` other tokens. `token_ids` hold it; `text` does not, unless `include_stop_str_in_output`. A stop
+string ends it at its earliest occurrence in the generated text; if a token completes it and reaches the length
+limit at once, the reason is "stop".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from batchinfer.scheduling.sequence import Sequence
+from batchinfer.types.request import Request
+from batchinfer.types.rows import ErrorClass, RowError
+
+
+class TextDecoder(Protocol):
+    """What is needed of text.SequenceDecoder."""
+
+    def push(self, token_id: int) -> str | None: ...
+
+    def finish(self) -> str: ...
+
+
+def refuse(request: Request, *, max_model_len: int, vocab_size: int) -> RowError | None:
+    """Why a request can't run at all; None if it can."""
+    prompt = request.prompt_token_ids
+    if not prompt:
+        return RowError(ErrorClass.INVALID_PROMPT, "the prompt has no tokens, so there is nothing to go on from")
+    if len(prompt) >= max_model_len:
+        return RowError(
+            ErrorClass.PROMPT_TOO_LONG,
+            f"the prompt has {len(prompt)} tokens and max_model_len is {max_model_len}, which must also hold at "
+            "least one new token; shorten the prompt or raise engine.max_model_len",
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        bad = next(token for token in prompt if not 0 <= token < vocab_size)
+        return RowError(
+            ErrorClass.INVALID_PROMPT, f"token id {bad} in the prompt; the model's ids are 0 to {vocab_size - 1}"
+        )
+    sampling = request.sampling
+    if sampling.logit_bias and max(sampling.logit_bias) >= vocab_size:
+        return RowError(
+            ErrorClass.INVALID_SAMPLING,
+            f"logit_bias names token id {max(sampling.logit_bias)}; the model's ids are 0 to {vocab_size - 1}",
+        )
+    return None
+
+
+def stop_ids(request: Request) -> frozenset[int]:
+    sampling = request.sampling
+    ends = frozenset() if sampling.ignore_eos else request.eos_token_ids
+    return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
+
+
+def tokens_of_text(seq: Sequence) -> list[int]:
+    """The finished sequence's output without the stop id that is not part of its text."""
+    tokens = seq.output_token_ids
+    ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+    if ended_by_id and not seq.sampling.include_stop_str_in_output:
+        tokens.pop()
+    return tokens
+
+
+class StopStringWatch:
+    """A sequence with stop strings, and how far its output has been read."""
+
+    __slots__ = ("_decoder", "_num_read", "seq")
+
+    def __init__(self, seq: Sequence, decoder: TextDecoder) -> None:
+        self.seq = seq
+        self._decoder = decoder
+        self._num_read = 0
+
+    def read(self) -> bool:
+        """Reads new tokens; True if one of them completes a stop string, which is then noted on the sequence."""
+        seq = self.seq
+        tokens: Iterable[int] = tokens_of_text(seq) if seq.finish_reason else seq.output_token_ids
+        for token in list(tokens)[self._num_read :]:
+            self._num_read += 1
+            match = self._decoder.push(token)
+            if match is not None:
+                seq.finish_reason = "stop"
+                seq.stop_reason = match
+                return True
+        return False
+
+    def text(self) -> str:
+        return self._decoder.finish()

@@ -1,0 +1,264 @@
+"""FakeRunner: a model runner without a model, whose next token is a hash of the prefix.
+
+Responsible for: a `ModelRunner` that needs no torch and no weights, for tests, dry runs and measuring everything
+around a model. Not for: parsing `fake://` URLs (modelfiles.fake).
+
+Every token's slot of simulated KV memory holds the rolling hash of the prefix that ends there, and a chunk reads
+the hash before its start through its block table. The sampled token mixes in the slot at the end of one earlier
+block. So a wrong block table, a block shared before it was computed and a stale block all give wrong tokens, while
+chunk sizes, batches, pre-emption and cache hits must not change one. `expected_output` is the same function
+without blocks.
+
+Parameters of a `fake://hash?...` or `fake://echo?...` URL (numbers):
+
+    vocab, max_model_len    size of the vocabulary, of the context
+    num_blocks              KV blocks; default 4,096, and at least one full context
+    eos_rate                how often the next token is EOS, 0 to 1; default 0
+    step_delay_ms           sleep in every step
+    crash_token             a prompt that holds this id kills the process (exit code 13)
+    raise_token             a prompt that holds this id makes every step with it raise RuntimeError
+    nan_token               a prompt that holds this id ends with an error for non-finite logits
+    max_step_tokens         a step with more tokens raises OutOfMemory
+
+`hash` gives printable ASCII; `echo` gives the prompt's own tokens again, then EOS, so that rows can be told apart.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchinfer.errors import ConfigError, OutOfMemory
+from batchinfer.types.request import SamplingParams, TokenLogprobs
+from batchinfer.types.rows import ErrorClass, RowError
+from batchinfer.types.step import Chunk, KVGroup, SequenceSpec, StepPlan, StepResult
+from batchinfer.types.streams import GOLDEN, mix64
+
+CRASH_EXIT_CODE = 13
+DEFAULT_NUM_BLOCKS = 4096
+
+_FACTOR = 0x2545F491
+_MASK = (1 << 60) - 1
+_START = 0x1234567
+_EOS_UNITS = 1 << 20
+_FIRST_TOKEN, _NUM_TOKENS = 33, 94  # printable ASCII without the blank
+
+KNOWN_PARAMETERS = frozenset(
+    "num_blocks eos_rate step_delay_ms crash_token raise_token nan_token max_step_tokens".split()
+)
+_MODEL_KEYS = frozenset(
+    "architectures model_type fake_kind vocab_size max_position_embeddings bos_token_id eos_token_id".split()
+)
+
+
+class FakeRunner:
+    """A ModelRunner. One KV group, unless `kv_groups` says otherwise; every group is written and read."""
+
+    def __init__(
+        self,
+        *,
+        kind: str = "hash",
+        kv_groups: Sequence[KVGroup] = (KVGroup(num_blocks=DEFAULT_NUM_BLOCKS, block_size=16),),
+        eos_token_id: int = 257,
+        eos_rate: float = 0.0,
+        step_delay_ms: float = 0.0,
+        crash_token: int | None = None,
+        raise_token: int | None = None,
+        nan_token: int | None = None,
+        max_step_tokens: int | None = None,
+    ) -> None:
+        if kind not in ("hash", "echo"):
+            raise ConfigError(f"fake://{kind}: no such kind of fake model; there are fake://hash and fake://echo")
+        self.kv_groups = tuple(kv_groups)
+        self.num_steps = 0
+        self.num_tokens = 0
+        self._echo = kind == "echo"
+        self._eos = eos_token_id
+        self._eos_below = int(eos_rate * _EOS_UNITS)
+        self._delay_s = step_delay_ms / 1000
+        self._crash_token, self._raise_token, self._nan_token = crash_token, raise_token, nan_token
+        self._has_faults = any(token is not None for token in (crash_token, raise_token, nan_token))
+        self._max_step_tokens = max_step_tokens
+        self._kv = [[-1] * (g.num_blocks * g.block_size) for g in self.kv_groups]
+        self._specs: dict[int, SequenceSpec] = {}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, block_size: int = 16) -> FakeRunner:
+        """From the config that modelfiles makes of a fake:// URL."""
+        options = {key: value for key, value in config.items() if key not in _MODEL_KEYS}
+        for key, value in options.items():
+            if key not in KNOWN_PARAMETERS:
+                raise ConfigError(
+                    f"model.path: fake:// knows no parameter {key!r}; there are vocab, max_model_len, "
+                    + ", ".join(sorted(KNOWN_PARAMETERS))
+                )
+            if not isinstance(value, (int, float)):
+                raise ConfigError(f"model.path: parameter {key} of fake:// must be a number, got {value!r}")
+        enough = -(-int(config["max_position_embeddings"]) // block_size)
+        num_blocks = int(options.pop("num_blocks", max(DEFAULT_NUM_BLOCKS, enough)))
+        return cls(
+            kind=config["fake_kind"],
+            kv_groups=(KVGroup(num_blocks=num_blocks, block_size=block_size),),
+            eos_token_id=config["eos_token_id"],
+            **options,
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        specs = self._specs
+        for spec in plan.added:
+            specs[spec.seq_id] = spec
+        for seq_id in plan.finished:
+            specs.pop(seq_id, None)
+        errors: dict[int, RowError] = {}
+        if self._has_faults:
+            self._fault(plan, errors)
+        if self._max_step_tokens is not None:
+            num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+            if num_tokens > self._max_step_tokens:
+                raise OutOfMemory(f"fake: a step of {num_tokens} tokens, {self._max_step_tokens} fit")
+        if self._delay_s:
+            time.sleep(self._delay_s)
+
+        token_ids: dict[int, tuple[int, ...]] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        kv, size = self._kv[0], self.kv_groups[0].block_size
+        one_group = len(self._kv) == 1
+        for chunk in plan.chunks:
+            seq_id = chunk.seq_id
+            if seq_id in errors:
+                continue
+            start, ids, table = chunk.start, chunk.token_ids, chunk.block_tables[0]
+            if start:
+                before = start - 1
+                state = kv[table[before // size] * size + before % size]
+            else:
+                state = _START
+            self.num_tokens += len(ids)
+            if len(ids) == 1:
+                state = (state * _FACTOR + ids[0]) & _MASK
+                kv[table[start // size] * size + start % size] = state
+            else:
+                states = []
+                append = states.append
+                for token in ids:
+                    state = (state * _FACTOR + token) & _MASK
+                    append(state)
+                _write(kv, table, size, start, states)
+            end = start + len(ids)
+            mixed = state if one_group else self._other_groups(chunk, state)
+            spec = specs[seq_id]
+            sampling = spec.sampling
+            if sampling.prompt_logprobs is not None:
+                prompt = spec.prompt_token_ids
+                prompt_logprobs[seq_id] = [
+                    _logprob(prompt[p], p, sampling.prompt_logprobs)
+                    for p in range(start + 1, min(end + 1, len(prompt)))
+                ]
+            if chunk.num_logits:
+                earlier = end // size
+                if earlier:
+                    mixed ^= kv[table[state % earlier] * size + size - 1]
+                token = self._sample(spec, mixed, end - len(spec.prompt_token_ids))
+                token_ids[seq_id] = (token,)
+                if sampling.logprobs is not None:
+                    logprobs[seq_id] = [_logprob(token, mixed, sampling.logprobs)]
+        self.num_steps += 1
+        return StepResult(token_ids, logprobs, prompt_logprobs, errors)
+
+    def close(self) -> None:
+        self._specs.clear()
+
+    def _sample(self, spec: SequenceSpec, mixed: int, position: int) -> int:
+        sampling = spec.sampling
+        if self._echo:
+            prompt = spec.prompt_token_ids
+            return prompt[position] if position < len(prompt) else self._eos
+        mixed = (mixed ^ (mixed >> 29)) * 0x9E3779B1
+        if sampling.temperature and sampling.top_k != 1:
+            mixed ^= mix64(spec.sample_key + (position + 1) * GOLDEN)
+        mixed ^= mixed >> 31
+        masked = position < sampling.min_tokens
+        if mixed % _EOS_UNITS < self._eos_below and not (masked and self._eos in spec.stop_token_ids):
+            return self._eos
+        choice = mixed >> 20
+        if masked:
+            while _FIRST_TOKEN + choice % _NUM_TOKENS in spec.stop_token_ids:
+                choice += 1
+        return _FIRST_TOKEN + choice % _NUM_TOKENS
+
+    def _other_groups(self, chunk: Chunk, state: int) -> int:
+        """Writes the chunk into the other groups too. Returns `state`, changed if a group disagrees with the first
+        on the prefix before the chunk or at the end of some earlier block."""
+        start, end = chunk.start, chunk.start + len(chunk.token_ids)
+        mixed = state
+        for group in range(1, len(self.kv_groups)):
+            size = self.kv_groups[group].block_size
+            own = self._read(group, chunk, start - 1) if start else _START
+            states = []
+            for token in chunk.token_ids:
+                own = (own * _FACTOR + token) & _MASK
+                states.append(own)
+            _write(self._kv[group], chunk.block_tables[group], size, start, states)
+            mixed ^= own ^ state
+            if end // size:
+                position = own % (end // size) * size + size - 1
+                mixed ^= self._read(group, chunk, position) ^ self._read(0, chunk, position)
+        return mixed
+
+    def _read(self, group: int, chunk: Chunk, position: int) -> int:
+        size = self.kv_groups[group].block_size
+        return self._kv[group][chunk.block_tables[group][position // size] * size + position % size]
+
+    def _fault(self, plan: StepPlan, errors: dict[int, RowError]) -> None:
+        for chunk in plan.chunks:
+            prompt = self._specs[chunk.seq_id].prompt_token_ids
+            if self._crash_token is not None and self._crash_token in prompt:
+                os._exit(CRASH_EXIT_CODE)
+            if self._raise_token is not None and self._raise_token in prompt:
+                raise RuntimeError(f"fake: token {self._raise_token} was in a prompt")
+            if self._nan_token is not None and self._nan_token in prompt:
+                errors[chunk.seq_id] = RowError(
+                    ErrorClass.NON_FINITE_LOGITS, f"fake: token {self._nan_token} was in the prompt"
+                )
+
+
+def expected_output(
+    runner: FakeRunner, prompt: Sequence[int], sampling: SamplingParams, sample_key: int, num_tokens: int
+) -> list[int]:
+    """The tokens that a runner like this one (of one KV group) must give, worked out without blocks or batches:
+    `num_tokens` of them, or up to and including EOS."""
+    spec = SequenceSpec(seq_id=0, prompt_token_ids=prompt, sampling=sampling, sample_key=sample_key)
+    size = runner.kv_groups[0].block_size
+    states: list[int] = []
+    state = _START
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + num_tokens:
+        for token in tokens[len(states) :]:
+            state = (state * _FACTOR + token) & _MASK
+            states.append(state)
+        earlier = len(tokens) // size
+        mixed = state ^ states[state % earlier * size + size - 1] if earlier else state
+        tokens.append(runner._sample(spec, mixed, len(tokens) - len(prompt)))
+        if tokens[-1] == runner._eos:
+            break
+    return tokens[len(prompt) :]
+
+
+def _write(kv: list[int], table: Sequence[int], size: int, start: int, states: list[int]) -> None:
+    done, total = 0, len(states)
+    while done < total:
+        offset = (start + done) % size
+        count = min(size - offset, total - done)
+        slot = table[(start + done) // size] * size + offset
+        kv[slot : slot + count] = states[done : done + count]
+        done += count
+
+
+def _logprob(token: int, salt: int, count: int) -> TokenLogprobs:
+    """A made-up value that depends on nothing but the prefix."""
+    value = -0.001 * (salt % 1000)
+    top = tuple((token + i, value - i) for i in range(count))
+    return TokenLogprobs(token, value, 1, top)

@@ -1,0 +1,112 @@
+"""The KV blocks of one group of layers: who uses them, which are free, which hold a prefix worth keeping.
+
+Responsible for: reference counts, the free list, eviction of unreferenced cached blocks (least recently used
+first). Not for: keys (`prefix_index`), nor when to allocate, publish or release (`scheduler`). Every block is in
+one of three states:
+
+    free    no reference, no key        taken first
+    idle    no reference, has a key     can be matched, is evicted when no block is free
+    used    referenced by 1 or more sequences, with or without a key
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from batchinfer.scheduling.prefix_index import BlockKey, PrefixChain, PrefixIndex
+from batchinfer.types.step import KVGroup
+
+
+class BlockManager:
+    """Blocks 0 .. num_blocks-1 of one KV group."""
+
+    __slots__ = ("_free", "_idle", "_index", "_num_refs", "block_size", "caching", "num_blocks", "num_evictions")
+
+    def __init__(self, group: KVGroup, *, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = group.num_blocks
+        self.block_size = group.block_size
+        self.caching = enable_prefix_caching
+        self.num_evictions = 0
+        self._free = list(range(group.num_blocks - 1, -1, -1))  # a stack: block 0 is taken first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._num_refs = [0] * group.num_blocks
+        self._index = PrefixIndex(group.num_blocks)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that a prefix can be found in."""
+        return len(self._index)
+
+    def match(self, chain: PrefixChain, max_blocks: int) -> list[int]:
+        """Blocks that hold the longest published prefix of the chain. Takes no reference: see `acquire`."""
+        return self._index.match(chain, max_blocks)
+
+    def num_idle_among(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks stop being available once they are acquired."""
+        num_refs = self._num_refs
+        return sum(num_refs[block] == 0 for block in blocks)
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Takes a reference to each of these published blocks."""
+        num_refs = self._num_refs
+        for block in blocks:
+            if num_refs[block] == 0:
+                del self._idle[block]
+            num_refs[block] += 1
+
+    def allocate(self, count: int, table: list[int]) -> None:
+        """Appends `count` blocks without a key to the table; the caller made sure that they are available."""
+        free, num_refs = self._free, self._num_refs
+        for _ in range(count):
+            if free:
+                block = free.pop()
+            else:
+                block = self._idle.popitem(last=False)[0]
+                self._index.drop(block)
+                self.num_evictions += 1
+            num_refs[block] = 1
+            table.append(block)
+
+    def publish(self, block: int, value: int, key: BlockKey) -> None:
+        """Makes a full block, all of whose tokens have been computed, available to other sequences."""
+        assert self._num_refs[block] > 0, f"block {block} is published without a reference"
+        self._index.publish(block, value, key)
+
+    def release(self, table: list[int]) -> None:
+        """Gives a sequence's references back and empties its table. Later blocks are evicted before earlier
+        ones: a prefix without its tail is of use, a tail without its prefix is not."""
+        num_refs, free, idle, holds = self._num_refs, self._free, self._idle, self._index.holds
+        for block in reversed(table):
+            count = num_refs[block] - 1
+            num_refs[block] = count
+            if count == 0:
+                if holds(block):
+                    idle[block] = None
+                else:
+                    free.append(block)
+            else:
+                assert count > 0, f"block {block} is released more often than it was taken"
+        table.clear()
+
+    def check(self, tables: Iterable[list[int]] | None = None) -> None:
+        """Asserts the states above and, given the tables of all sequences, that reference counts are theirs."""
+        free, idle = set(self._free), set(self._idle)
+        used = {block for block, count in enumerate(self._num_refs) if count > 0}
+        assert min(self._num_refs, default=0) >= 0, "a reference count is negative"
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert not free & idle and not free & used and not idle & used, "a block is in two states"
+        assert len(free) + len(idle) + len(used) == self.num_blocks, "a block is lost"
+        assert all(self._index.holds(block) for block in idle), "an idle block has no key"
+        assert not any(self._index.holds(block) for block in free), "a free block has a key"
+        assert self.caching or not len(self._index), "a block is published though prefix caching is off"
+        self._index.check()
+        if tables is not None:
+            counts = Counter(block for table in tables for block in table)
+            for block, count in enumerate(self._num_refs):
+                assert counts[block] == count, f"block {block}: {count} references, {counts[block]} users"
