@@ -1,17 +1,20 @@
 """What a model's forward is handed beside its tokens: made once per step by the runner, by tests by hand.
 
 A model knows nothing of sequences, blocks or steps; it calls `ctx.attend(layer, q, k, v)` and gets the attention
-output of every token. `DenseContext` is the smallest implementation, for tests of a model alone.
+output of every token. `PagedContext` is the real one, `DenseContext` the smallest, for tests of a model alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from batchinfer.attention.backend import TiledAttention
+from batchinfer.attention.plan import AttentionPlan
 from batchinfer.attention.spec import AttentionSpec
 
 
@@ -22,8 +25,33 @@ class ForwardContext(Protocol):
     positions: Tensor
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores k, v [T, Hk, D] (after rotation) for layer `layer` and returns attention of q [T, Hq, D]: [T, Hq, D]."""
+        """Stores k, v [T, Hk, D] (after rotation) for a layer; attention of q [T, Hq, D], in q's shape and dtype."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCache:
+    """Where a layer's KV lies: its KV group and its caches [B, Hk, S, D]."""
+
+    group: int
+    spec: AttentionSpec
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedContext:
+    """One step over paged caches. `backends` and `plans` are by KV group, `layers` by layer."""
+
+    num_tokens: int
+    positions: Tensor
+    layers: Sequence[LayerCache]
+    backends: Sequence[TiledAttention]
+    plans: Sequence[AttentionPlan]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = self.layers[layer]
+        return self.backends[at.group].run(q, k, v, at.k_cache, at.v_cache, self.plans[at.group], spec=at.spec)
 
 
 class DenseContext:

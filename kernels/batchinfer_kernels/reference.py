@@ -58,17 +58,20 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, fresh_blocks: Tensor) -> None:
-    """Stores k, v [T, Hk, D] in the caches [B, Hk, S, D] at slots int64 [T] = block * S + offset.
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, fresh_blocks: Tensor) -> None:
+    """Stores k, v [T, Hk, D] in the caches [B, Hk, S, D]; token t and head h at rows[t * Hk + h], int64, that is
+    (block * Hk + h) * S + offset.
 
     First sets v_cache to zero in `fresh_blocks`: blocks that a sequence starts in this step and does not fill. A
     slot that was never written for its sequence then holds a finite value, so that the weight 0 which attention
     gives it is really nothing, whatever an earlier owner of the block (perhaps a NaN) left there.
     """
-    block_size = k_cache.shape[2]
+    num_heads, block_size = k_cache.shape[1:3]
+    at = rows.view(-1, num_heads)
+    block, head, offset = at // (num_heads * block_size), at // block_size % num_heads, at % block_size
     v_cache[fresh_blocks] = 0
-    k_cache[slots // block_size, :, slots % block_size] = k
-    v_cache[slots // block_size, :, slots % block_size] = v
+    k_cache[block, head, offset] = k
+    v_cache[block, head, offset] = v
 
 
 def split_attention(

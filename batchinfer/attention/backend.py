@@ -1,0 +1,88 @@
+"""Running planned attention: one object per KV group, `plan` once per step, `run` once per layer.
+
+`TiledAttention` is plain torch on any device and the only backend so far; a Triton one would stand beside it and
+take the same StepBatch. What is computed is said in `batchinfer_kernels.reference`.
+"""
+
+from __future__ import annotations
+
+import torch
+from batchinfer_kernels.cpu import attend_tiles, merge_tiles
+from batchinfer_kernels.table import Ops
+from torch import Tensor
+
+from batchinfer.attention.plan import AttentionPlan, AttentionShape, StepBatch, plan_attention
+from batchinfer.attention.spec import AttentionSpec
+
+
+class TiledAttention:
+    """Attention of layers with equal head counts and window, over caches [B, Hk, S, D]."""
+
+    def __init__(
+        self, spec: AttentionSpec, ops: Ops, *, block_size: int, split_size: int, device: torch.device
+    ) -> None:
+        if split_size % block_size:
+            raise ValueError(f"split_size {split_size} is not a multiple of block_size {block_size}")
+        self._ops = ops
+        self._shape = AttentionShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=block_size,
+            split_size=split_size,
+            window=spec.window,
+            row_rule=ops.row_rule,
+            device=device,
+        )
+        # Kept between steps: fresh memory would be paged in by the kernel in every layer, at more than the cost of
+        # the copy into it.
+        self._buffer = torch.empty(0)
+        self._out = torch.empty(0, spec.head_dim)
+        self._lse = torch.empty(0)
+
+    def plan(self, batch: StepBatch) -> AttentionPlan:
+        return plan_attention(batch, self._shape)
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe."""
+        self._reserve(plan, k_cache)
+        self._ops.kv_write(k, v, k_cache, v_cache, plan.kv_rows, plan.fresh_blocks)
+        scaled = q.reshape(-1, spec.head_dim).float() * spec.scale
+        out, lse = self._out[: plan.num_rows], self._lse[: plan.num_rows]
+        for slab in plan.slabs:
+            attend_tiles(
+                scaled,
+                k_cache,
+                v_cache,
+                slab.query_rows,
+                slab.block_rows,
+                slab.hidden,
+                out[slab.out_rows],
+                lse[slab.out_rows] if plan.merged else None,
+                self._buffer,
+                num_tiles=slab.num_tiles,
+                softcap=spec.softcap,
+            )
+        result = out.index_select(0, plan.result_rows)
+        if plan.merged_rows is not None:
+            result.index_copy_(0, plan.merged_rows, merge_tiles(out, lse, plan.merged))
+        return result.view(q.shape).to(q.dtype)
+
+    def _reserve(self, plan: AttentionPlan, k_cache: Tensor) -> None:
+        device = k_cache.device
+        if self._buffer.numel() < plan.buffer_elements or self._buffer.dtype != k_cache.dtype:
+            self._buffer = torch.empty(plan.buffer_elements, dtype=k_cache.dtype, device=device)
+        if self._out.shape[0] < plan.num_rows or self._out.device != device:
+            rows = plan.num_rows + plan.num_rows // 4
+            self._out = torch.empty(rows, self._out.shape[1], device=device)
+            self._lse = torch.empty(rows, device=device)

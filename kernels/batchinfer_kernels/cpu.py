@@ -1,0 +1,117 @@
+"""Fast versions of `reference` in few, large torch calls. Batch-invariant under a `probe.RowRule`.
+
+Attention runs over tiles: a few queries of one sequence against one split of its KV, for one KV head. All tiles of
+one shape go through one batched product. The products give a row the same bytes for any number of rows from four
+on and for any width of the split that covers its filled slots, because a slot that is masked adds exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.probe import RowRule, product
+
+# A product whose output is wider than this (a language model's head) runs in tiles of this many columns: the rate
+# of MKL falls by a third when its output does not stay in the caches.
+HEAD_TILE = 2048
+_SUM_WIDTH = 64
+
+
+def make_linear(rule: RowRule) -> Callable[..., Tensor]:
+    """`reference.linear` that gives a row the same bytes in every batch."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.shape[0] <= 2 * HEAD_TILE:
+            return product(x, weight, bias, rule)
+        y = x.new_empty(x.shape[0], weight.shape[0])
+        for start in range(0, weight.shape[0], HEAD_TILE):
+            stop = start + HEAD_TILE
+            y[:, start:stop] = product(x, weight[start:stop], None if bias is None else bias[start:stop], rule)
+        return y
+
+    return linear
+
+
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, fresh_blocks: Tensor) -> None:
+    """`reference.kv_write` by head rows."""
+    head_dim = k_cache.shape[3]
+    if fresh_blocks.shape[0]:
+        v_cache.index_fill_(0, fresh_blocks, 0)
+    k_cache.view(-1, head_dim).index_copy_(0, rows, k.reshape(-1, head_dim))
+    v_cache.view(-1, head_dim).index_copy_(0, rows, v.reshape(-1, head_dim))
+
+
+def attend_tiles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_rows: Tensor,
+    block_rows: Tensor,
+    hidden: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    buffer: Tensor,
+    *,
+    num_tiles: int,
+    softcap: float | None = None,
+) -> None:
+    """Attention of num_tiles tiles, all of one shape, each to one split: `reference.split_attention`.
+
+    Legend: N tiles, Hk KV heads, M query rows of a tile and KV head, Q queries of a tile, W slots covered.
+    q           float32 [T * Hq, D], scaled
+    caches      [B, Hk, S, D]
+    query_rows  int64 [N * Hk * M], rows of q
+    block_rows  int64 [N * Hk * W / S], block * Hk + head
+    hidden      bool [N, 1, Q, 1, W], True where a query may not see a slot
+    out, lse    float32 [N * Hk * M, D] and [N * Hk * M], written; lse may be None
+    buffer      at least N * Hk * W * D elements of the caches' type, overwritten
+    """
+    head_dim, block_size = k_cache.shape[3], k_cache.shape[2]
+    batch = num_tiles * k_cache.shape[1]
+    width = block_rows.shape[0] * block_size // batch
+    shape = (batch, width, head_dim)
+    gathered = buffer[: batch * width * head_dim].view(-1, block_size * head_dim)
+
+    torch.index_select(k_cache.view(-1, block_size * head_dim), 0, block_rows, out=gathered)
+    queries = q.index_select(0, query_rows).view(batch, -1, head_dim)
+    scores = torch.bmm(queries, gathered.view(shape).float().transpose(1, 2))
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    num_queries = hidden.shape[2]
+    scores.view(num_tiles, -1, num_queries, scores.shape[1] // num_queries, width).masked_fill_(hidden, -torch.inf)
+    # The clamps only touch rows that see nothing of the split: weights of zero and a log-sum-exp of -inf.
+    top = scores.amax(-1, keepdim=True).clamp_(min=-1e30)
+    weights = scores.sub_(top).exp_()
+    # Summed in pieces of one width, so that the order of additions does not depend on the width.
+    total = weights.view(batch, -1, width // min(width, _SUM_WIDTH), min(width, _SUM_WIDTH)).sum(-1).sum(-1, True)
+    torch.index_select(v_cache.view(-1, block_size * head_dim), 0, block_rows, out=gathered)
+    result = torch.bmm(weights, gathered.view(shape).float())
+    torch.div(result, total.clamp(min=1.0), out=out.view(result.shape))
+    if lse is not None:
+        torch.add(top, total.log_(), out=lse.view(top.shape))
+
+
+def merge_tiles(out: Tensor, lse: Tensor, sources: list[tuple[Tensor | None, Tensor]]) -> Tensor:
+    """`reference.merge_splits` for rows with differing numbers of splits.
+
+    sources[j] = (rows, at): result row rows[i] has its j-th split in row at[i] of out and lse; rows is None for
+    j = 0, where every result row has one. Returns [rows, D].
+    """
+    first = sources[0][1]
+    top = lse.index_select(0, first)
+    for rows, at in sources[1:]:
+        assert rows is not None
+        top.index_copy_(0, rows, torch.maximum(top.index_select(0, rows), lse.index_select(0, at)))
+    top.clamp_(min=-1e30)
+    weight = torch.exp(lse.index_select(0, first) - top)
+    total = out.index_select(0, first) * weight[:, None]
+    for rows, at in sources[1:]:
+        assert rows is not None
+        more = torch.exp(lse.index_select(0, at) - top.index_select(0, rows))
+        weight.index_copy_(0, rows, weight.index_select(0, rows) + more)
+        term = out.index_select(0, at) * more[:, None]
+        total.index_copy_(0, rows, total.index_select(0, rows) + term)
+    return total.div_(weight[:, None])

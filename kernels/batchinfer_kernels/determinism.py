@@ -1,0 +1,58 @@
+"""What a process does before torch is loaded so that products give the same bytes for any batch and thread count.
+
+Intel's MKL, which torch's x86 builds use for float32 products, picks kernels by the number of rows and threads
+unless its strict conditional reproducibility is asked for, by an environment variable that it reads once, at its
+first call. So `prepare` comes first in a process that will run a model; it imports no torch. Whether it worked on
+this machine is measured later, by `probe`, which also finds a way round where MKL is not in use.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "MKL_CBWR"
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """instruction_level: "avx512", "avx2", "sse", or the machine's name; part of what fixes a row's bytes.
+
+    mkl_mode   what MKL_CBWR says now, and None where it means nothing
+    in_time    False where torch was loaded before, so that MKL may have been set up without it
+    """
+
+    instruction_level: str
+    mkl_mode: str | None
+    in_time: bool
+
+
+def instruction_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The widest vector instructions that this machine has, by the name that MKL gives them."""
+    machine = platform.machine().lower()
+    if machine not in ("x86_64", "amd64"):
+        return machine
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    flags = next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
+    if flags >= _AVX512:
+        return "avx512"
+    if {"avx2", "fma"} <= flags:
+        return "avx2"
+    return "sse"
+
+
+def prepare() -> Preparation:
+    """Asks MKL for strict reproducibility at this machine's level. A value that the user has set is kept."""
+    in_time = "torch" not in sys.modules
+    level = instruction_level()
+    mode = {"avx512": "AVX512,STRICT", "avx2": "AVX2,STRICT", "sse": "COMPATIBLE"}.get(level)
+    if mode is not None:
+        mode = os.environ.setdefault(VARIABLE, mode)
+    return Preparation(instruction_level=level, mkl_mode=mode, in_time=in_time)
