@@ -1,3 +1,39 @@
-"""Offline batch LLM inference: a dataset of prompts in, the same dataset with completions out."""
+"""Offline batch LLM inference: a dataset of prompts in, the same dataset with completions out.
+
+Names are loaded when they are first used, so that `import batchinfer` loads neither torch nor dask.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchinfer.engine.llm import LLM
+    from batchinfer.types.request import CompletionOutput, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "batchinfer.engine.llm",
+    "SamplingParams": "batchinfer.types.request",
+    "RequestOutput": "batchinfer.types.request",
+    "CompletionOutput": "batchinfer.types.request",
+    "JobSpec": "batchinfer.job.spec",
+    "submit": "batchinfer.cluster.api",
+    "map": "batchinfer.cluster.api",
+}
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'batchinfer' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -11,20 +11,18 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from batchinfer.engine.recovery import StepExecutor
 from batchinfer.engine.stopping import StopStringWatch, refuse, stop_ids, tokens_of_text
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles
+from batchinfer.runner.base import ModelRunner
 from batchinfer.scheduling import Scheduler, Sequence, Status
 from batchinfer.text import Tokenizer
+from batchinfer.text.stop_strings import SequenceDecoder
 from batchinfer.types.request import CompletionOutput, Request, RequestOutput
 from batchinfer.types.rows import RowError
 from batchinfer.types.streams import sample_key
-
-if TYPE_CHECKING:
-    from batchinfer.runner.base import ModelRunner
 
 _log = logging.getLogger(__name__)
 
@@ -153,8 +151,6 @@ class Engine:
                 if sampling.prompt_logprobs is not None and sampling.n > 1:
                     sampling = replace(sampling, prompt_logprobs=None)  # once per prompt is enough
             if sampling.stop and self.tokenizer is not None:
-                from batchinfer.text.stop_strings import SequenceDecoder
-
                 decoder = SequenceDecoder(
                     self.tokenizer,
                     stop=tuple(sampling.stop),
@@ -329,18 +325,14 @@ class Engine:
             else:
                 together.setdefault(seq.sampling.skip_special_tokens, []).append(i)
         for skip, places in together.items():
-            decoded = self.tokenizer.decode_batch(
-                [tokens_of_text(done[i]) for i in places], skip_special_tokens=skip
-            )
+            decoded = self.tokenizer.decode_batch([tokens_of_text(done[i]) for i in places], skip_special_tokens=skip)
             for i, text in zip(places, decoded, strict=True):
                 texts[i] = text
         return texts
 
 
 def _failed(request: Request, error: RowError) -> RequestOutput:
-    return RequestOutput(
-        request_id=request.request_id, prompt_token_ids=request.prompt_token_ids, error=error
-    )
+    return RequestOutput(request_id=request.request_id, prompt_token_ids=request.prompt_token_ids, error=error)
 
 
 def _completed(row: _Row) -> RequestOutput:

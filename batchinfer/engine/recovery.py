@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from batchinfer.errors import EngineError, OutOfMemory
+from batchinfer.runner.base import ModelRunner
 from batchinfer.types.request import TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
 from batchinfer.types.step import Chunk, SequenceSpec, StepPlan, StepResult
-
-if TYPE_CHECKING:
-    from batchinfer.runner.base import ModelRunner
 
 MAX_FAILURES_IN_A_ROW = 4
 """So many rows that fail one after the other, with nothing executed in between, are the engine's fault."""
@@ -46,9 +43,7 @@ class StepExecutor:
         """Raises EngineError when the runner is broken as a whole."""
         self.ran_out_of_memory = self.row_ran_out_of_memory = False
         if self._added or self._finished or plan.step != self._next_step:
-            plan = StepPlan(
-                self._next_step, plan.chunks, self._added + plan.added, self._finished + plan.finished
-            )
+            plan = StepPlan(self._next_step, plan.chunks, self._added + plan.added, self._finished + plan.finished)
         try:
             result = self._runner.execute(plan)
         except Exception as error:
@@ -71,9 +66,7 @@ class StepExecutor:
             if not part:
                 continue
             try:
-                result = self._runner.execute(
-                    StepPlan(self._next_step, tuple(part), self._added, self._finished)
-                )
+                result = self._runner.execute(StepPlan(self._next_step, tuple(part), self._added, self._finished))
             except Exception as again:
                 todo.extend(reversed(self._parts(part, again, errors)))
                 continue
@@ -87,9 +80,7 @@ class StepExecutor:
                 prompt_logprobs.setdefault(seq_id, []).extend(entries)
         return StepResult(token_ids, logprobs, prompt_logprobs, errors)
 
-    def _parts(
-        self, chunks: Sequence[Chunk], error: Exception, errors: dict[int, RowError]
-    ) -> list[Sequence[Chunk]]:
+    def _parts(self, chunks: Sequence[Chunk], error: Exception, errors: dict[int, RowError]) -> list[Sequence[Chunk]]:
         """What to run instead of `chunks`, in order; a row that can't be cut any more gets its error."""
         out_of_memory = isinstance(error, (OutOfMemory, MemoryError))
         if isinstance(error, EngineError) and not out_of_memory:

@@ -46,10 +46,18 @@ _EOS_UNITS = 1 << 20
 _FIRST_TOKEN, _NUM_TOKENS = 33, 94  # printable ASCII without the blank
 
 KNOWN_PARAMETERS = frozenset(
-    "num_blocks eos_rate step_delay_ms crash_token raise_token nan_token max_step_tokens".split()
+    ["num_blocks", "eos_rate", "step_delay_ms", "crash_token", "raise_token", "nan_token", "max_step_tokens"]
 )
 _MODEL_KEYS = frozenset(
-    "architectures model_type fake_kind vocab_size max_position_embeddings bos_token_id eos_token_id".split()
+    [
+        "architectures",
+        "model_type",
+        "fake_kind",
+        "vocab_size",
+        "max_position_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+    ]
 )
 
 
@@ -141,7 +149,7 @@ class FakeRunner:
                 state = (state * _FACTOR + ids[0]) & _MASK
                 kv[table[start // size] * size + start % size] = state
             else:
-                states = []
+                states: list[int] = []
                 append = states.append
                 for token in ids:
                     state = (state * _FACTOR + token) & _MASK

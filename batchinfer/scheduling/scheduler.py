@@ -232,9 +232,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- schedule: parts
 
-    def _take_prefill(
-        self, seq: Sequence, budget: int, chunks: list[Chunk], scheduled: list[Sequence]
-    ) -> int:
+    def _take_prefill(self, seq: Sequence, budget: int, chunks: list[Chunk], scheduled: list[Sequence]) -> int:
         start = seq.num_computed
         tokens = seq.token_ids
         length = len(tokens) - start
@@ -322,9 +320,7 @@ class Scheduler:
                 return False
             prefixes.append(prefix)
             counts.append(count)
-        for manager, table, prefix, count in zip(
-            self.managers, seq.block_tables, prefixes, counts, strict=True
-        ):
+        for manager, table, prefix, count in zip(self.managers, seq.block_tables, prefixes, counts, strict=True):
             if prefix:
                 manager.acquire(prefix)
                 table.extend(prefix)
@@ -465,9 +461,7 @@ class Scheduler:
     # ---------------------------------------------------------------- small parts
 
     def _set_publish_at(self, seq: Sequence) -> None:
-        seq.publish_at = min(
-            (n + 1) * m.block_size for n, m in zip(seq.num_published, self.managers, strict=True)
-        )
+        seq.publish_at = min((n + 1) * m.block_size for n, m in zip(seq.num_published, self.managers, strict=True))
 
     def _update_slots(self, seq: Sequence) -> None:
         seq.num_slots = min(len(t) * m.block_size for t, m in zip(seq.block_tables, self.managers, strict=True))
