@@ -29,12 +29,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class UnitInfo:
-    """A unit as the planner cut it. `chunks` are those that own at least one of its rows."""
+    """A unit as the planner cut it.
+
+    chunks      those that own at least one of its rows
+    complete    an earlier run finished it: it is only to be checked
+    """
 
     unit: int
     num_rows: int
     num_tokens: int
     chunks: frozenset[int]
+    complete: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class Leases:
         self.open[piece.window, piece.unit].discard(piece)
 
     def forget_unit(self, window: int, unit: int) -> None:
-        assert not self.open.pop((window, unit), None)
+        assert not self.open.pop((window, unit), None), "a finished unit has open pieces"
 
     def _end(self, worker: str, lease_id: int) -> Lease:
         del self.workers[worker].leases[lease_id]

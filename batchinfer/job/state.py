@@ -242,7 +242,10 @@ class JobState:
         for info in event.units:
             window.units[info.unit] = _Unit(info)
             assert info.num_rows > 0, "a unit without rows"
-            self.leases.add(Piece(event.window, info.unit, 0, info.num_rows))
+            if info.complete:
+                self._ask(ev.FinishUnit(event.window, info.unit), out)
+            else:
+                self.leases.add(Piece(event.window, info.unit, 0, info.num_rows))
         self._commit_what_is_complete(event.window, window, out)
 
     def _on_unit_finished(self, event: ev.UnitFinished, out: list[Instruction]) -> None:

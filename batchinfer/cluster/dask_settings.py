@@ -1,0 +1,29 @@
+"""Dask's settings, in code, so that the user touches none. Applied before `distributed` is first imported.
+
+Only what is said here differs from Dask's defaults; a user's own Dask configuration files keep their say in all else.
+"""
+
+from __future__ import annotations
+
+SETTINGS: dict[str, object] = {
+    # A task is handed to a worker when it is free, so that a dying worker takes no others with it.
+    "distributed.scheduler.worker-saturation": 1.0,
+    "distributed.scheduler.work-stealing": False,
+    # Tasks are idempotent and losing workers is ordinary; a task that kills its worker ten times is not.
+    "distributed.scheduler.allowed-failures": 10,
+    # The engine is another process, so that nothing long holds up a worker's heartbeat.
+    "distributed.scheduler.worker-ttl": "5 minutes",
+    "distributed.worker.http.routes": [],
+    "distributed.scheduler.http.routes": [],
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.tick.limit": "1 minute",  # silence about a busy event loop
+    "distributed.admin.system-monitor.gil.enabled": False,
+    "distributed.comm.timeouts.connect": "30s",
+    "distributed.comm.retry.count": 3,
+}
+
+
+def apply_settings() -> None:
+    import dask.config
+
+    dask.config.set(SETTINGS)

@@ -1,0 +1,85 @@
+"""The worker's part: messages from the driver to its engine, and from the engine to the driver.
+
+Driver to worker: `deliver`, called through `Client.run`, in order. Worker to driver: Dask events on one topic, in
+order; `SchedulerNews` tells on the same topic when a worker is gone. A worker started by `cluster.worker_process`
+has its engine already; on any other Dask worker the plugin starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from distributed import SchedulerPlugin, WorkerPlugin
+
+from batchinfer.cluster.engine_host import EngineHost, Message
+
+TOPIC = "batchinfer"
+NAME = "batchinfer-engine"
+
+
+class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
+    name = NAME
+    idempotent = True
+
+    def __init__(self, *, run: str, epoch: int, num_threads: int, log_folder: str) -> None:
+        self.run = run
+        self.epoch = epoch
+        self.num_threads = num_threads
+        self.log_folder = log_folder
+
+    def setup(self, worker: Any) -> None:
+        from batchinfer.cluster import worker_process
+
+        self.worker = worker
+        name = str(worker.name)
+        self.host = worker_process.started_engine or EngineHost(
+            run=self.run,
+            epoch=self.epoch,
+            name=name,
+            num_threads=self.num_threads,
+            log=f"{self.log_folder}/engine-{name}.log",
+        )
+        self._tell({"t": "joined", "address": worker.address})
+        self.host.listen(self._tell)
+        self.host.start()
+
+    def _tell(self, message: Message) -> None:
+        self.worker.log_event(TOPIC, {**message, "worker": str(self.worker.name)})
+
+    def receive(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if message["t"] == "restart":
+                self.host.start()
+            elif message["t"] == "quarantine":
+                self.host.kill()
+            else:
+                self.host.send(message)
+
+    def teardown(self, worker: Any) -> None:
+        self.host.close()
+
+
+def deliver(messages: Sequence[Message], dask_worker: Any = None) -> None:
+    """Runs on a worker."""
+    dask_worker.plugins[NAME].receive(messages)
+
+
+class SchedulerNews(SchedulerPlugin):  # type: ignore[misc]
+    """Tells the driver when a worker has left."""
+
+    name = "batchinfer-news"
+    idempotent = True
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        state = getattr(scheduler, "workers", {}).get(worker)
+        with contextlib.suppress(Exception):  # news are a convenience of the scheduler's: never in its way
+            name = str(state.name) if state is not None else self.names.get(worker, "")
+            scheduler.log_event(TOPIC, {"t": "left", "worker": name, "address": worker})
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        self.names[worker] = str(scheduler.workers[worker].name)
+
+    def start(self, scheduler: Any) -> None:
+        self.names: dict[str, str] = {}

@@ -1,0 +1,181 @@
+"""The engine process: leased pieces in, result segments out. `python -m batchinfer.cluster.engine_process PARENT_PID`.
+
+Speaks JSON lines with `cluster.engine_host`: commands on standard input, reports on what was standard output. Three
+threads: the loop (owns the engine), the commands (reads leases' rows ahead of the loop), the writer
+(`cluster.result_sink`). Ends on `stop`, SIGTERM or the end of its input, after what has finished is durable.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.cluster.lifecycle import end_with_parent, exit_after, in_thread, leave_interrupts_to_the_driver
+from batchinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchinfer.cluster.leased_rows import LeasedRows
+    from batchinfer.cluster.row_feed import RowFeed
+    from batchinfer.job.manifest import ResolvedJob
+
+STATS_EVERY_S = 2.0
+_log = logging.getLogger("batchinfer.engine_process")
+Command = dict[str, Any]
+
+
+class Reports:
+    """Reports to the worker. Thread-safe; a worker that is gone is noticed by the end of our input instead."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # whatever else prints goes to the log
+        self._mutex = threading.Lock()
+
+    def __call__(self, message: dict[str, Any]) -> None:
+        try:
+            with self._mutex:
+                self._out.write(json.dumps(message) + "\n")
+        except OSError:
+            return
+
+
+class EngineProcess:
+    def __init__(self, config: Command, report: Reports) -> None:
+        self.report = report
+        self.config = config
+        self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.stopping = threading.Event()
+        self.job: ResolvedJob | None = None
+        self._loaded = threading.Event()
+
+    # Commands, in a thread of their own --------------------------------------------------------------------------
+
+    def read_commands(self) -> None:
+        for line in sys.stdin:
+            command = json.loads(line)
+            if command["t"] == "lease":
+                self._open_lease(command)
+            elif command["t"] == "stop":
+                break
+            else:
+                self.inbox.put((command["t"], command))
+        self.stop()
+
+    def stop(self) -> None:
+        if not self.stopping.is_set():
+            self.stopping.set()
+            self.inbox.put(("stop", None))
+            exit_after(6.0, 1)  # even if a step hangs
+
+    def _open_lease(self, command: Command) -> None:
+        from batchinfer.cluster.leased_rows import open_lease
+
+        self._loaded.wait()
+        assert self.job is not None
+        keys = ("lease", "window", "unit", "epoch", "start", "stop")
+        try:
+            self.inbox.put(("lease", open_lease(self.job.layout, **{key: command[key] for key in keys})))
+        except Exception as error:
+            self.inbox.put(("broken", error))
+
+    # The loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        feed = self._load()
+        last_stats = time.monotonic()
+        while not self.stopping.is_set():
+            self._take_commands(feed, wait=not feed.busy)
+            if feed.busy:
+                feed.step()
+            now = time.monotonic()
+            if now - last_stats >= STATS_EVERY_S:
+                last_stats = now
+                self.report({"t": "stats", **feed.stats()})
+        feed.close()
+        self.report({"t": "stopped"})
+
+    def _take_commands(self, feed: RowFeed, *, wait: bool) -> None:
+        while not self.stopping.is_set():
+            try:
+                kind, payload = self.inbox.get(block=wait, timeout=0.5)
+            except queue.Empty:
+                feed.sink.flush_if_due()
+                return
+            wait = False
+            if kind == "lease":
+                lease: LeasedRows = payload
+                feed.add(lease)
+            elif kind == "revoke":
+                feed.give_back(payload["lease"], half=payload["half"])
+            elif kind == "broken":
+                raise payload
+
+    def _load(self) -> RowFeed:
+        start = time.monotonic()
+        from batchinfer_kernels import determinism
+
+        threads = self.config["num_threads"]
+        for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+            os.environ.setdefault(variable, str(threads))
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the planner, not the engine, encodes in bulk
+        determinism.prepare()
+        from batchinfer.job.manifest import load_run
+
+        run = Path(self.config["run"])
+        self.job = load_run(run)
+        self._loaded.set()
+        from batchinfer.cluster.row_feed import RowFeed
+        from batchinfer.engine import load_engine
+
+        engine_config = self.job.engine_config
+        if engine_config.num_threads is None:
+            engine_config = replace(engine_config, num_threads=threads)
+        engine = load_engine(engine_config)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: the collector need not look at it again
+        feed = RowFeed(engine, self.job, epoch=self.config["epoch"], report=self.report)
+        seconds = time.monotonic() - start
+        self.report({"t": "ready", "load_s": round(seconds, 2), "max_num_seqs": engine.scheduler.max_num_seqs})
+        _log.info("engine ready after %.1f s, %d threads", seconds, threads)
+        return feed
+
+
+def main() -> int:
+    end_with_parent(int(sys.argv[1]))
+    leave_interrupts_to_the_driver()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    report = Reports()
+    line = sys.stdin.readline()
+    if not line:
+        return 1
+    process = EngineProcess(json.loads(line), report)
+    signal.signal(signal.SIGTERM, lambda *_: process.stop())
+    in_thread("commands", process.read_commands)
+    try:
+        process.run()
+    except ConfigError as error:
+        _log.error("the engine can't be built: %s", error)
+        report({"t": "failed", "message": str(error), "fatal": True})
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        report({"t": "failed", "message": f"{type(error).__name__}: {error}", "fatal": False})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # threads may be reading or inside a kernel: nothing is left to tidy up

@@ -1,0 +1,105 @@
+"""The rows of one lease inside the engine process: which are to be run, begun, durable. No engine, no threads.
+
+Positions count from the start of the unit's prepared file. Rows that hold a result already (from before a crash, or
+from another lease of the same piece) are never begun. Rows are begun in order; they become durable in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from batchinfer.data.prepared import Int64, PreparedRows, read_prepared
+from batchinfer.data.segments import done_rows
+from batchinfer.job.layout import JobLayout
+
+
+class LeasedRows:
+    def __init__(
+        self, *, lease: int, window: int, unit: int, start: int, stop: int, rows: PreparedRows, todo: Int64
+    ) -> None:
+        """`rows`: those of the piece, `rows[0]` at position `start`. `todo`: positions to run, ascending."""
+        self.lease = lease
+        self.window = window
+        self.unit = unit
+        self.start = start
+        self.stop = stop
+        self.rows = rows
+        self.num_begun = 0  # of `todo`
+        self.num_ended = 0  # begun rows whose outcome is known, durable or not
+        self.num_segments = 0
+        self.closed = False  # its last results are on their way to disk
+        self._todo = todo
+        self._durable = bytearray(b"\1") * (stop - start)
+        for position in todo.tolist():
+            self._durable[position - start] = 0
+        self._settled = 0
+
+    @property
+    def num_left(self) -> int:
+        """Rows not begun."""
+        return len(self._todo) - self.num_begun
+
+    @property
+    def ended(self) -> bool:
+        """Every row to be run has an outcome."""
+        return self.num_ended == len(self._todo)
+
+    def begin(self, count: int) -> Int64:
+        """Positions of the next rows, at most `count`; they are begun now."""
+        positions = self._todo[self.num_begun : self.num_begun + count]
+        self.num_begun += len(positions)
+        return positions
+
+    def begun_range(self, count: int) -> tuple[int, int]:
+        """A range that holds every row in flight once `count` more are begun."""
+        while self._settled < len(self._durable) and self._durable[self._settled]:
+            self._settled += 1
+        last = min(self.num_begun + count, len(self._todo))
+        stop = int(self._todo[last - 1]) + 1 if last else self.start
+        return self.start + self._settled, max(stop, self.start + self._settled)
+
+    def made_durable(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            self._durable[position - self.start] = 1
+
+    def give_back(self, *, half: bool) -> int:
+        """Ends the lease before rows that are not begun (all, or the second half of them); returns the new end."""
+        keep = self.num_begun + (self.num_left + 1) // 2 if half else self.num_begun
+        if keep < len(self._todo):
+            self.stop = int(self._todo[keep])
+            self._todo = self._todo[:keep]
+        return self.stop
+
+
+def open_lease(
+    layout: JobLayout, *, lease: int, window: int, unit: int, epoch: int, start: int, stop: int
+) -> LeasedRows:
+    """Reads a piece from its unit's prepared file. `epoch`: of the driver that prepared it."""
+    rows = read_prepared(layout.prepared_unit(window, epoch, unit)).slice(start, stop)
+    return LeasedRows(
+        lease=lease,
+        window=window,
+        unit=unit,
+        start=start,
+        stop=stop,
+        rows=rows,
+        todo=missing_rows(rows, unit_segments(layout.segments(window), unit)) + start,
+    )
+
+
+def unit_segments(folder: Path, unit: int) -> list[Path]:
+    """The result segments of a unit, from every lease and driver."""
+    return sorted(folder.glob(f"u{unit:05d}-*.arrow"))
+
+
+def missing_rows(rows: PreparedRows, segments: Iterable[Path]) -> Int64:
+    """Indices of rows without a result."""
+    done_chunks, done = done_rows(segments)
+    if not len(done):
+        return np.arange(len(rows), dtype=np.int64)
+    wanted = (rows.chunks.astype(np.int64) << 40) | rows.rows
+    have = (done_chunks.astype(np.int64) << 40) | done
+    return np.flatnonzero(~np.isin(wanted, have)).astype(np.int64)

@@ -1,0 +1,58 @@
+"""Processes that end with their parent, however that ends. Standard library only.
+
+A child calls `end_with_parent` first thing: the kernel then sends it a signal when the thread that started it
+ends. The second net, for what the signal can't reach, is the end of its standard input (`watch_stdin`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
+    """`parent`: the pid that started this process, as that one knows it. Ends at once if it is gone already."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: the end of stdin has to do
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def leave_interrupts_to_the_driver() -> None:
+    """Ctrl-C reaches every process of the terminal's group; only the driver decides what it means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def exit_after(seconds: float, code: int) -> None:
+    """From another thread: this process ends in `seconds`, even if its main thread hangs."""
+
+    def wait() -> None:
+        time.sleep(seconds)
+        os._exit(code)
+
+    threading.Thread(target=wait, name="exit-after", daemon=True).start()
+
+
+def in_thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def how_it_ended(returncode: int) -> str:
+    """ "exit code 3" or "signal 9 (SIGKILL)", with what usually sends that."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+    hint = ", as when memory runs out" if name == "SIGKILL" else ""
+    return f"signal {-returncode} ({name}{hint})"

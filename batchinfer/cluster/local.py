@@ -1,0 +1,126 @@
+"""Workers on this machine: started before the scheduler, started again when they die, ended with the driver.
+
+They are plain child processes, not Dask nannies: a nanny's children re-import the caller's main module (which breaks
+scripts without a main guard) and may not have children. Dask's scheduler runs inside the driver process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchinfer.cluster.lifecycle import how_it_ended
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    process: subprocess.Popen[str]
+    told: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LocalWorkers:
+    """`start` at once; `connect` when the scheduler is up; `dead` tells who died and starts them again."""
+
+    run: str
+    epoch: int
+    num_workers: int
+    num_threads: int
+    log_folder: Path
+    scratch: Path
+    _children: dict[str, _Child] = field(default_factory=dict)
+    _dropped: set[str] = field(default_factory=set)
+    _scheduler: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [f"w{index}" for index in range(self.num_workers)]
+
+    def start(self) -> None:
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        for name in self.names:
+            self._spawn(name)
+
+    def connect(self, scheduler: str) -> None:
+        self._scheduler = scheduler
+        for child in self._children.values():
+            self._tell_scheduler(child)
+
+    def dead(self) -> Iterator[tuple[str, str]]:
+        """(worker, how it ended) of those that died since the last call; each is started again, unless dropped."""
+        for name, child in list(self._children.items()):
+            code = child.process.poll()
+            if code is None:
+                continue
+            _close_pipe(child)
+            del self._children[name]
+            yield name, f"the worker process ended by {how_it_ended(code)}"
+            if name not in self._dropped:
+                self._spawn(name)
+
+    def drop(self, name: str) -> None:
+        """Do not start this worker again if it dies."""
+        self._dropped.add(name)
+
+    def close(self, wait_s: float = 5.0) -> None:
+        """Ends all workers: first by closing their standard input, in the end by force."""
+        for child in self._children.values():
+            _close_pipe(child)
+        for child in self._children.values():
+            try:
+                child.process.wait(wait_s)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+                wait_s = 0.1
+        self._children.clear()
+
+    def _spawn(self, name: str) -> None:
+        with (self.log_folder / f"worker-{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "batchinfer.cluster.worker_process", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                text=True,
+                bufsize=1,
+            )
+        child = _Child(process)
+        self._children[name] = child
+        config = {
+            "name": name,
+            "run": self.run,
+            "epoch": self.epoch,
+            "num_threads": self.num_threads,
+            "scratch": str(self.scratch),
+            "engine_log": str(self.log_folder / f"engine-{name}.log"),
+        }
+        _write(child, config)
+        self._tell_scheduler(child)
+
+    def _tell_scheduler(self, child: _Child) -> None:
+        if self._scheduler is not None and not child.told:
+            child.told = True
+            _write(child, {"scheduler": self._scheduler})
+
+
+def _write(child: _Child, message: dict[str, object]) -> None:
+    assert child.process.stdin is not None
+    try:
+        child.process.stdin.write(json.dumps(message) + "\n")
+        child.process.stdin.flush()
+    except OSError:
+        return  # it is dead: the next look at its exit code tells
+
+
+def _close_pipe(child: _Child) -> None:
+    assert child.process.stdin is not None
+    try:
+        child.process.stdin.close()
+    except OSError:
+        return

@@ -1,0 +1,155 @@
+"""Feeds leased rows to an engine and takes its outcomes: the inner loop of the engine process.
+
+Keeps more rows in the engine than it can run at once, from as many leases as that takes, so that its batch never
+drains at a unit's edge. Equal greedy prompts, which stand together in a unit, run once; each row gets the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from batchinfer.cluster.leased_rows import LeasedRows
+from batchinfer.cluster.result_sink import ResultSink
+from batchinfer.data.segments import ResultRow
+from batchinfer.engine import Engine
+from batchinfer.job.manifest import ResolvedJob
+from batchinfer.types.request import Request, RequestOutput, SamplingParams
+
+MAX_BEGUN_AT_ONCE = 1024
+_PromptKey = tuple[bytes, str | None]
+
+
+class _Running:
+    """A request in the engine, and the rows that wait for its outcome: (position, chunk, row)."""
+
+    __slots__ = ("key", "lease", "outcome", "rows")
+
+    def __init__(self, lease: LeasedRows, key: _PromptKey | None) -> None:
+        self.lease = lease
+        self.key = key  # prompt and settings, where equal ones may share the outcome
+        self.rows: list[tuple[int, int, int]] = []
+        self.outcome: RequestOutput | None = None
+
+
+class RowFeed:
+    def __init__(
+        self, engine: Engine, job: ResolvedJob, *, epoch: int, report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.engine = engine
+        self.sink = ResultSink(epoch=epoch, folder=job.layout.segments, told=report)
+        self._job = job
+        self._report = report
+        self._leases: dict[int, LeasedRows] = {}
+        self._running: dict[int, _Running] = {}
+        self._last: _Running | None = None  # the request begun last
+        self._next_id = 0
+        self._files = {chunk.chunk: chunk.file for window in job.windows() for chunk in window.chunks}
+        self._eos = job.eos_token_ids
+        self._settings: dict[str | None, SamplingParams] = {}
+
+    @property
+    def busy(self) -> bool:
+        return self.engine.has_unfinished() or any(lease.num_left for lease in self._leases.values())
+
+    def add(self, lease: LeasedRows) -> None:
+        self._leases[lease.lease] = lease
+        self._close_if_ended(lease)
+
+    def give_back(self, lease_id: int, *, half: bool) -> None:
+        """Answers with `returned`, or not at all where the lease is over (its `done` is on the way)."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return
+        stop = lease.give_back(half=half)
+        self._report({"t": "returned", "lease": lease_id, "stop": stop})
+        if stop == lease.start:
+            del self._leases[lease_id]
+        else:
+            self._close_if_ended(lease)
+
+    def step(self) -> None:
+        self._fill()
+        for output in self.engine.step():
+            running = self._running.pop(output.request_id)
+            running.outcome = output
+            for position, chunk, row in running.rows:
+                self._end(running.lease, position, ResultRow.of(chunk, row, output))
+        self.sink.flush_if_due()
+
+    def close(self) -> None:
+        """Everything finished is made durable and told; what is in the engine is dropped."""
+        self.sink.close()
+        self.engine.close()
+
+    def stats(self) -> dict[str, int]:
+        stats = self.engine.stats()
+        return {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "computed_tokens": stats.num_computed_tokens,
+            "cached_tokens": stats.num_cached_tokens,
+            "generated_tokens": stats.num_generated_tokens,
+            "preemptions": stats.num_preemptions,
+            "steps": stats.num_steps,
+        }
+
+    def _fill(self) -> None:
+        engine = self.engine
+        most = 2 * engine.scheduler.max_num_seqs
+        if engine.num_unfinished > most * 3 // 4:
+            return
+        for lease in list(self._leases.values()):
+            while lease.num_left and engine.num_unfinished < most:
+                self._begin(lease, min(lease.num_left, most - engine.num_unfinished, MAX_BEGUN_AT_ONCE))
+
+    def _begin(self, lease: LeasedRows, count: int) -> None:
+        start, stop = lease.begun_range(count)
+        self._report({"t": "begun", "lease": lease.lease, "start": start, "stop": stop})  # before it can kill us
+        rows = lease.rows
+        params = rows.params
+        for position in lease.begin(count).tolist():
+            index = position - lease.start
+            own = None if params is None else params[index].as_py()
+            sampling = self._settings.get(own) or self._settings_of(own)
+            tokens = rows.token_ids(index)
+            chunk, row = int(rows.chunks[index]), int(rows.rows[index])
+            key = (tokens.tobytes(), own) if sampling.greedy else None
+            last = self._last
+            if key is not None and last is not None and last.key == key and last.lease is lease:
+                if last.outcome is not None:
+                    self._end(lease, position, ResultRow.of(chunk, row, last.outcome))
+                else:
+                    last.rows.append((position, chunk, row))
+                continue
+            running = self._last = _Running(lease, key)
+            running.rows.append((position, chunk, row))
+            request_id, self._next_id = self._next_id, self._next_id + 1
+            self._running[request_id] = running
+            # Greedy rows draw no numbers: their stream need not be computed.
+            stream = 0 if sampling.greedy else self._job.stream_key(self._files[chunk], row, sampling.seed)
+            self.engine.add_request(
+                Request(
+                    request_id=request_id,
+                    prompt_token_ids=tokens.tolist(),
+                    sampling=sampling,
+                    stream_key=stream,
+                    eos_token_ids=self._eos,
+                )
+            )
+
+    def _settings_of(self, own: str | None) -> SamplingParams:
+        if len(self._settings) > 10_000:  # a setting of its own in every row
+            self._settings.clear()
+        sampling = self._settings[own] = self._job.sampling_of(own)
+        return sampling
+
+    def _end(self, lease: LeasedRows, position: int, result: ResultRow) -> None:
+        lease.num_ended += 1
+        self.sink.add(lease, position, result)
+        self._close_if_ended(lease)
+
+    def _close_if_ended(self, lease: LeasedRows) -> None:
+        if lease.ended and not lease.closed:
+            self.sink.close_lease(lease)
+            self._leases.pop(lease.lease, None)

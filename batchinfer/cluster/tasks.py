@@ -1,0 +1,107 @@
+"""Planning and commit as plain functions that run as Dask tasks in the worker processes, beside the engines.
+
+Each takes the path of the run's job (`job.manifest.save_run`) and numbers, and returns something small. Each may run
+twice, also at the same time: what it writes are files that only one of several writers gets to publish. What they do
+is in `batchinfer.job` and `batchinfer.data`; when they are due, in `job.state`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchinfer.cluster.leased_rows import unit_segments
+from batchinfer.data.prepared import read_prepared
+from batchinfer.data.segments import (
+    ResultRow,
+    SegmentName,
+    merge_segments,
+    read_segment,
+    write_compacted,
+    write_segment,
+)
+from batchinfer.job import commit, planner, units
+from batchinfer.job.events import Tally
+from batchinfer.job.ledger import ChunkSummary, WindowPlan
+from batchinfer.job.manifest import ResolvedJob, load_run
+from batchinfer.job.windows import Chunk
+from batchinfer.types.rows import ErrorClass, RowError
+
+GIVEN_UP_LEASE = 999_999  # stands for the driver's own hand in the names of result segments
+_COUNTED = ("chunk", "row", "prompt_tokens", "completion_tokens", "cached_tokens", "error_class")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOutcome:
+    missing: int
+    tally: Tally
+
+
+@functools.lru_cache(maxsize=2)
+def _job(run: str) -> tuple[ResolvedJob, dict[int, Chunk]]:
+    job = load_run(run)
+    return job, {chunk.chunk: chunk for window in job.windows() for chunk in window.chunks}
+
+
+def plan_chunk(run: str, epoch: int, window: int, chunk: int, rows: Sequence[int] | None = None) -> ChunkSummary:
+    job, chunks = _job(run)
+    return planner.prepare_chunk(job, window, chunks[chunk], epoch=epoch, rows=rows)
+
+
+def cut_window(run: str, epoch: int, window: int, summaries: Sequence[ChunkSummary]) -> WindowPlan:
+    return units.cut_units(_job(run)[0], window, summaries, epoch=epoch)
+
+
+def finish_unit(run: str, window: int, unit: int, num_rows: int) -> UnitOutcome:
+    """Compacts the unit's segments, if each of its rows has a result; counts the outcomes."""
+    layout = _job(run)[0].layout
+    target = layout.unit_results(window, unit)
+    table = read_segment(target, _COUNTED) if target.exists() else None
+    if table is None:
+        target.unlink(missing_ok=True)  # torn: a copy of the folder was cut short
+        table = merge_segments(unit_segments(layout.segments(window), unit))
+        if len(table) < num_rows:
+            return UnitOutcome(num_rows - len(table), Tally())
+        write_compacted(target, table)
+    failed = table["error_class"].is_valid().to_numpy()
+
+    def total(column: str) -> int:
+        return int(table[column].fill_null(0).to_numpy()[~failed].sum())
+
+    completion = sum(int(chunk.flatten().to_numpy().sum()) for chunk in table["completion_tokens"].chunks)
+    return UnitOutcome(
+        0,
+        Tally(
+            rows=len(table),
+            failed=int(failed.sum()),
+            prompt_tokens=total("prompt_tokens"),
+            completion_tokens=completion,
+            cached_tokens=total("cached_tokens"),
+        ),
+    )
+
+
+def give_up_row(
+    run: str, epoch: int, window: int, unit: int, prepared_epoch: int, position: int, message: str
+) -> None:
+    """Writes the error result of a row that kills its engine."""
+    layout = _job(run)[0].layout
+    prepared = read_prepared(layout.prepared_unit(window, prepared_epoch, unit)).slice(position, position + 1)
+    row = ResultRow(
+        chunk=int(prepared.chunks[0]),
+        row=int(prepared.rows[0]),
+        error=RowError(ErrorClass.ENGINE_CRASH, message),
+        prompt_tokens=prepared.num_tokens,
+    )
+    name = SegmentName(unit, epoch, GIVEN_UP_LEASE, position)
+    write_segment(layout.segments(window) / str(name), [row])
+
+
+def commit_chunk(run: str, epoch: int, plan: WindowPlan, chunk: int) -> commit.CommitSummary:
+    job, chunks = _job(run)
+    return commit.commit_chunk(job, plan, chunks[chunk], epoch=epoch)
+
+
+def clean_window(run: str, window: int) -> None:
+    commit.clean_window(_job(run)[0], window)
