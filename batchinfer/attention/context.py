@@ -21,8 +21,11 @@ from batchinfer.attention.spec import AttentionSpec
 class ForwardContext(Protocol):
     """num_tokens T; positions int64 [T], each token's position in its own sequence."""
 
-    num_tokens: int
-    positions: Tensor
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def positions(self) -> Tensor: ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores k, v [T, Hk, D] (after rotation) for a layer; attention of q [T, Hq, D], in q's shape and dtype."""

@@ -1,0 +1,42 @@
+"""From a step's chunks to arrays: token ids, positions, and for each KV group starts, lengths and block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchinfer.attention.plan import StepBatch
+from batchinfer.runner.sequence_state import Ints, SequenceState
+from batchinfer.types.step import Chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatches:
+    """token_ids, positions int64 [T]; one StepBatch per KV group."""
+
+    token_ids: Ints
+    positions: Ints
+    by_group: tuple[StepBatch, ...]
+
+
+def make_step_batches(chunks: Sequence[Chunk], states: Sequence[SequenceState]) -> StepBatches:
+    """Arrays of a step with at least one chunk; `states[i]` is the state of `chunks[i]`'s sequence."""
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    num_tokens = int(lengths.sum())
+    token_ids = np.fromiter((t for chunk in chunks for t in chunk.token_ids), dtype=np.int64, count=num_tokens)
+    firsts = np.cumsum(lengths) - lengths
+    positions = np.arange(num_tokens) + np.repeat(starts - firsts, lengths)
+    by_group = []
+    for group in range(len(chunks[0].block_tables)):
+        rows = [
+            state.block_rows[group].update(chunk.block_tables[group])
+            for chunk, state in zip(chunks, states, strict=True)
+        ]
+        tables = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+        for table, row in zip(tables, rows, strict=True):
+            table[: len(row)] = row
+        by_group.append(StepBatch(starts=starts, lengths=lengths, block_tables=tables))
+    return StepBatches(token_ids=token_ids, positions=positions, by_group=tuple(by_group))

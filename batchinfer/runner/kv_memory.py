@@ -1,0 +1,132 @@
+"""How many KV blocks an engine gets, and the tensors that hold them.
+
+The number of blocks changes no bytes of any completion, only speed, so it may follow free memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from batchinfer.attention.context import LayerCache
+from batchinfer.attention.spec import AttentionSpec
+from batchinfer.errors import ConfigError, OutOfMemory
+from batchinfer.types.step import KVGroup
+
+# Of the memory that is free once the model is loaded, the part that "auto" takes; the rest is for activations, the
+# tokenizer, the job's own processes and the operating system's file cache.
+FREE_SHARE = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """Which layers share block tables: `group_of_layer`, and the window of each group."""
+
+    group_of_layer: tuple[int, ...]
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, specs: Sequence[AttentionSpec]) -> KVLayout:
+        windows = tuple(dict.fromkeys(spec.window for spec in specs))
+        return cls(group_of_layer=tuple(windows.index(spec.window) for spec in specs), windows=windows)
+
+
+def bytes_per_block(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block in every layer of every group."""
+    per_token = sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs)
+    return per_token * block_size * dtype.itemsize
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated: of the GPU, or of the host within its control group's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    for limit_file, used_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = Path(limit_file).read_text().strip(), Path(used_file).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            free = min(free, max(0, int(limit) - int(used)))
+    return free
+
+
+def resolve_num_blocks(
+    kv_cache_memory: int | str,
+    *,
+    block_bytes: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    free_bytes: int,
+    share: float,
+) -> tuple[int, str]:
+    """(blocks of each group, where the number comes from).
+
+    "auto" is what max_num_seqs sequences of max_model_len tokens can use, at most `share` of the free memory. Raises
+    ConfigError where not even one sequence of max_model_len tokens fits.
+    """
+    per_sequence = -(-max_model_len // block_size)
+    if kv_cache_memory == "auto":
+        wanted = per_sequence * max_num_seqs
+        affordable = int(free_bytes * share) // block_bytes
+        num_blocks, source = min(wanted, affordable), f"auto: {share:.0%} of {free_bytes / 2**30:.1f} GiB free memory"
+        if wanted <= affordable:
+            source = "auto: max_num_seqs sequences of max_model_len tokens"
+    else:
+        num_blocks, source = int(kv_cache_memory) // block_bytes, "engine.kv_cache_memory"
+    if num_blocks < per_sequence:
+        need = per_sequence * block_bytes
+        raise ConfigError(
+            f"KV cache of {num_blocks * block_bytes / 2**20:.0f} MiB ({source}) can't hold one sequence of "
+            f"engine.max_model_len {max_model_len} tokens, which takes {need / 2**20:.0f} MiB; lower "
+            "engine.max_model_len or raise engine.kv_cache_memory"
+        )
+    return num_blocks, source
+
+
+def allocate(
+    specs: Sequence[AttentionSpec],
+    layout: KVLayout,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[tuple[LayerCache, ...], tuple[KVGroup, ...]]:
+    """Caches of all layers, and the groups. Not initialised: attention never reads a slot that was not written."""
+    try:
+        layers = tuple(
+            LayerCache(
+                group=group,
+                spec=spec,
+                k_cache=torch.empty(
+                    num_blocks, spec.num_kv_heads, block_size, spec.head_dim, dtype=dtype, device=device
+                ),
+                v_cache=torch.empty(
+                    num_blocks, spec.num_kv_heads, block_size, spec.head_dim, dtype=dtype, device=device
+                ),
+            )
+            for spec, group in zip(specs, layout.group_of_layer, strict=True)
+        )
+    except (RuntimeError, MemoryError) as error:
+        total = num_blocks * bytes_per_block(specs, block_size, dtype)
+        raise OutOfMemory(
+            f"can't allocate {total / 2**30:.1f} GiB of KV cache; lower engine.kv_cache_memory ({error})"
+        ) from error
+    groups = tuple(KVGroup(num_blocks=num_blocks, block_size=block_size, window=window) for window in layout.windows)
+    return layers, groups

@@ -1,0 +1,193 @@
+"""Builds a LocalRunner from a model's files and the engine's options; resolves what is "auto" and says from what.
+
+Call `batchinfer_kernels.determinism.prepare()` in the process before anything imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+
+import torch
+from batchinfer_kernels.determinism import instruction_level, prepare
+from batchinfer_kernels.probe import RowFacts, find_row_rule
+from batchinfer_kernels.table import resolve
+
+from batchinfer.attention.backend import TiledAttention
+from batchinfer.config import EngineConfig
+from batchinfer.errors import ConfigError
+from batchinfer.modelfiles import ModelFiles
+from batchinfer.models import load_model
+from batchinfer.runner.kv_memory import (
+    FREE_SHARE,
+    KVLayout,
+    allocate,
+    bytes_per_block,
+    free_memory,
+    resolve_num_blocks,
+)
+from batchinfer.runner.local import Fact, LocalRunner
+
+CPU_MAX_NUM_SEQS = 64  # products reach their full rate here; more sequences only take memory
+CPU_MAX_NUM_BATCHED_TOKENS = 512
+GPU_MAX_NUM_SEQS = 256
+GPU_MAX_NUM_BATCHED_TOKENS = 8192
+
+_log = logging.getLogger(__name__)
+
+
+def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int | None = None) -> LocalRunner:
+    """A runner with its model loaded. Raises ConfigError, ModelError or OutOfMemory."""
+    facts: dict[str, Fact] = {}
+    device = _resolve_device(config.device)
+    facts["device"] = Fact(str(device), "auto" if config.device == "auto" else "engine.device")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(f"model.kv_cache_dtype {config.kv_cache_dtype!r} is planned and not there yet; use auto")
+    if config.split_size % config.block_size or config.split_size < 1:
+        raise ConfigError(
+            f"engine.split_size {config.split_size} must be a multiple of engine.block_size {config.block_size}"
+        )
+    threads, threads_source = _resolve_threads(config.num_threads)
+    torch.set_num_threads(threads)
+    facts["num_threads"] = Fact(threads, threads_source)
+    facts["instruction_level"] = _instruction_fact(device)
+    facts["torch"] = Fact(torch.__version__, "installed")
+
+    max_model_len = max_model_len or config.max_model_len or files.max_model_len
+    row_facts = _probe(files, device)
+    facts["row_rule"] = Fact(str(row_facts.rule), f"measured with {row_facts.threads} threads")
+    facts["batch_invariant"] = Fact(row_facts.holds, "measured")
+    if not row_facts.holds:
+        _log.warning(
+            "products of this machine's BLAS differ with the number of rows or threads whatever their size: "
+            "completions may differ between batches"
+        )
+    ops = resolve("auto", device, rows=row_facts.rule)
+    facts["kernels"] = Fact(ops.backend, "auto")
+    model = load_model(
+        files,
+        dtype=config.dtype,
+        device=device,
+        ops=ops,
+        quantization=config.quantization,
+        max_model_len=max_model_len,
+        num_threads=threads,
+    )
+    specs, dtype = model.attention_specs, model.facts.dtype
+    facts["dtype"] = Fact(str(dtype).removeprefix("torch."), model.facts.dtype_source)
+    facts["quantization"] = Fact(model.facts.quantization, "model.quantization")
+    facts["max_model_len"] = Fact(max_model_len, "engine.max_model_len" if config.max_model_len else "model")
+    on_cpu = device.type == "cpu"
+    max_num_seqs = _number(config.max_num_seqs, CPU_MAX_NUM_SEQS if on_cpu else GPU_MAX_NUM_SEQS)
+    budget = _number(
+        config.max_num_batched_tokens, CPU_MAX_NUM_BATCHED_TOKENS if on_cpu else GPU_MAX_NUM_BATCHED_TOKENS
+    )
+    if config.max_num_batched_tokens == "auto":
+        budget = max(budget, max_num_seqs)
+    facts["max_num_seqs"] = Fact(max_num_seqs, _source("max_num_seqs", config.max_num_seqs, device))
+    facts["max_num_batched_tokens"] = Fact(
+        budget, _source("max_num_batched_tokens", config.max_num_batched_tokens, device)
+    )
+    block_bytes = bytes_per_block(specs, config.block_size, dtype)
+    # Engines that share a machine each have some of its cores; each takes that part of its memory.
+    share = FREE_SHARE * (min(1.0, threads / max(1, _num_cores())) if on_cpu else 1.0)
+    num_blocks, source = resolve_num_blocks(
+        config.kv_cache_memory,
+        block_bytes=block_bytes,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        free_bytes=free_memory(device),
+        share=share,
+    )
+    facts["num_blocks"] = Fact(num_blocks, source)
+    facts["kv_cache_bytes"] = Fact(num_blocks * block_bytes, source)
+    facts["block_size"] = Fact(config.block_size, "engine.block_size")
+    facts["split_size"] = Fact(config.split_size, "engine.split_size")
+    layout = KVLayout.of(specs)
+    layers, groups = allocate(
+        specs, layout, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device
+    )
+    backends = tuple(
+        TiledAttention(
+            specs[layout.group_of_layer.index(group)],
+            ops,
+            block_size=config.block_size,
+            split_size=config.split_size,
+            device=device,
+        )
+        for group in range(len(groups))
+    )
+    for name, fact in facts.items():
+        _log.info("%s = %s (%s)", name, fact.value, fact.source)
+    return LocalRunner(
+        model,
+        layers=layers,
+        kv_groups=groups,
+        backends=backends,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        facts=facts,
+    )
+
+
+def _resolve_device(wanted: str) -> torch.device:
+    if wanted in ("auto", "cpu"):
+        return torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device must be auto, cpu or cuda, got {wanted!r}") from error
+    if device.type != "cuda":
+        raise ConfigError(f"engine.device {wanted!r} is not supported; use auto, cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"engine.device is {wanted!r}, but this torch ({torch.__version__}) sees no CUDA device; use cpu, or "
+            "install a CUDA build of torch on a machine with an NVIDIA GPU"
+        )
+    return device
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def _resolve_threads(wanted: int | None) -> tuple[int, str]:
+    if wanted is None:
+        return _num_cores(), "auto: the cores of this process"
+    if wanted < 1:
+        raise ConfigError(f"engine.num_threads must be at least 1, got {wanted}")
+    return wanted, "engine.num_threads"
+
+
+def _instruction_fact(device: torch.device) -> Fact:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return Fact(f"sm_{major}{minor}", "the GPU")
+    mode = prepare().mkl_mode
+    return Fact(instruction_level(), f"the CPU ({platform.machine()}), MKL_CBWR={mode}" if mode else "the CPU")
+
+
+def _probe(files: ModelFiles, device: torch.device) -> RowFacts:
+    config = files.config
+
+    def size(key: str, default: int) -> int:
+        value = config.get(key)
+        return value if isinstance(value, int) and value > 0 else default
+
+    hidden = size("hidden_size", 64)
+    inner = size("intermediate_size", 4 * hidden)
+    q_size = size("num_attention_heads", 1) * size("head_dim", hidden // size("num_attention_heads", 1))
+    shapes = [(q_size, hidden), (hidden, q_size), (2 * inner, hidden), (hidden, inner)]
+    return find_row_rule(shapes, device=str(device))
+
+
+def _number(value: int | str, auto: int) -> int:
+    return auto if isinstance(value, str) else value
+
+
+def _source(name: str, value: int | str, device: torch.device) -> str:
+    return f"auto: for {device.type}" if isinstance(value, str) else f"engine.{name}"

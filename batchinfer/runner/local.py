@@ -1,0 +1,215 @@
+"""LocalRunner: one model in this process. Turns a step's plan into tensors, runs the model, samples.
+
+`load` builds one from a model's files; `batch` makes the tensors, `sampler` and `logprobs` work on logits,
+`attention` on the KV cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchinfer.attention.backend import TiledAttention
+from batchinfer.attention.context import LayerCache, PagedContext
+from batchinfer.errors import EngineError, OutOfMemory
+from batchinfer.models import CausalLM
+from batchinfer.runner.batch import make_step_batches
+from batchinfer.runner.logprobs import token_logprobs
+from batchinfer.runner.sampler import SampleRow, finite_rows, sample
+from batchinfer.runner.sequence_state import SequenceState
+from batchinfer.types.request import TokenLogprobs
+from batchinfer.types.rows import ErrorClass, RowError
+from batchinfer.types.step import KVGroup, StepPlan, StepResult
+
+# Rows of logits that exist at a time: 128 rows of a vocabulary of 128k are 64 MB.
+LOGITS_ROWS = 128
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A resolved setting and where it came from."""
+
+    value: str | int | float | bool
+    source: str
+
+
+class LocalRunner:
+    """A ModelRunner. `max_num_seqs` and `max_num_batched_tokens` are resolved limits for the scheduler."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        layers: tuple[LayerCache, ...],
+        kv_groups: tuple[KVGroup, ...],
+        backends: tuple[TiledAttention, ...],
+        device: torch.device,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        facts: Mapping[str, Fact],
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self._model: CausalLM | None = model
+        self._layers = layers
+        self._kv_groups = kv_groups
+        self._backends = backends
+        self._device = device
+        self._facts = dict(facts)
+        self._states: dict[int, SequenceState] = {}
+        self._next_step = 0
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        return self._kv_groups
+
+    def facts(self) -> dict[str, Fact]:
+        """Resolved settings by name."""
+        return dict(self._facts)
+
+    def close(self) -> None:
+        """Frees the model and the caches. The runner can't be used again."""
+        self._model = None
+        self._layers = ()
+        self._states.clear()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._model is None:
+            raise EngineError("this runner was closed")
+        if plan.step != self._next_step:
+            raise EngineError(f"step {plan.step} was planned, but this runner is at step {self._next_step}")
+        try:
+            with torch.inference_mode():
+                result = self._execute(self._model, plan)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise OutOfMemory(f"a step of {_num_tokens(plan)} tokens does not fit in memory: {error}") from error
+        except RuntimeError as error:
+            if "not enough memory" in str(error) or "can't allocate memory" in str(error):  # torch on the CPU
+                raise OutOfMemory(f"a step of {_num_tokens(plan)} tokens does not fit in memory: {error}") from error
+            raise
+        self._next_step += 1
+        return result
+
+    def _execute(self, model: CausalLM, plan: StepPlan) -> StepResult:
+        for seq_id in plan.finished:
+            self._states.pop(seq_id, None)
+        for spec in plan.added:
+            self._states[spec.seq_id] = SequenceState(spec, len(self._kv_groups))
+        if not plan.chunks:
+            return StepResult({})
+        states = [self._states[chunk.seq_id] for chunk in plan.chunks]
+        for state, chunk in zip(states, plan.chunks, strict=True):
+            state.record(chunk)
+        batches = make_step_batches(plan.chunks, states)
+        positions = torch.from_numpy(batches.positions).to(self._device)
+        ctx = PagedContext(
+            num_tokens=len(batches.positions),
+            positions=positions,
+            layers=self._layers,
+            backends=self._backends,
+            plans=[backend.plan(batch) for backend, batch in zip(self._backends, batches.by_group, strict=True)],
+        )
+        hidden = model.forward(torch.from_numpy(batches.token_ids).to(self._device), positions, ctx)
+        outcome = _Outcome()
+        self._prompt_logprobs(model, hidden, plan, states, outcome)
+        self._sample(model, hidden, plan, states, outcome)
+        return StepResult(outcome.token_ids, outcome.logprobs, outcome.prompt_logprobs, outcome.errors)
+
+    def _sample(
+        self, model: CausalLM, hidden: Tensor, plan: StepPlan, states: list[SequenceState], outcome: _Outcome
+    ) -> None:
+        rows: list[SampleRow] = []
+        seq_ids: list[int] = []
+        at: list[int] = []
+        end = 0
+        for chunk, state in zip(plan.chunks, states, strict=True):
+            end += len(chunk.token_ids)
+            for back in range(chunk.num_logits, 0, -1):
+                # A token's position in the output follows from where its chunk stands, so that what is computed
+                # again after pre-emption draws the same number.
+                output_position = chunk.start + len(chunk.token_ids) - back + 1 - state.num_prompt_tokens
+                rows.append(SampleRow(state, output_position))
+                seq_ids.append(chunk.seq_id)
+                at.append(end - back)
+        for begin in range(0, len(rows), LOGITS_ROWS):
+            part = slice(begin, begin + LOGITS_ROWS)
+            indices = torch.tensor(at[part], dtype=torch.int64, device=self._device)
+            logits = model.compute_logits(hidden.index_select(0, indices))
+            self._sample_rows(logits, rows[part], seq_ids[part], outcome)
+        for seq_id in outcome.errors:
+            outcome.token_ids.pop(seq_id, None)
+            outcome.logprobs.pop(seq_id, None)
+
+    def _sample_rows(self, logits: Tensor, rows: list[SampleRow], seq_ids: list[int], outcome: _Outcome) -> None:
+        finite = finite_rows(logits)
+        if not all(finite):
+            for row, seq_id, good in zip(rows, seq_ids, finite, strict=True):
+                if not good:
+                    outcome.errors[seq_id] = _non_finite(f"output position {row.output_position}")
+            keep = [r for r, good in enumerate(finite) if good]
+            logits = logits[keep]
+            rows, seq_ids = [rows[r] for r in keep], [seq_ids[r] for r in keep]
+        if not rows:
+            return
+        reported = [r for r, row in enumerate(rows) if row.state.spec.sampling.logprobs is not None]
+        raw = logits[reported] if reported else logits[:0]  # a copy: sampling overwrites logits
+        tokens = sample(logits, rows)
+        for seq_id, token in zip(seq_ids, tokens, strict=True):
+            outcome.token_ids.setdefault(seq_id, []).append(token)
+        if reported:
+            num_top = [rows[r].state.spec.sampling.logprobs or 0 for r in reported]
+            entries = token_logprobs(raw, [tokens[r] for r in reported], num_top)
+            for r, entry in zip(reported, entries, strict=True):
+                outcome.logprobs.setdefault(seq_ids[r], []).append(entry)
+
+    def _prompt_logprobs(
+        self, model: CausalLM, hidden: Tensor, plan: StepPlan, states: list[SequenceState], outcome: _Outcome
+    ) -> None:
+        end = 0
+        for chunk, state in zip(plan.chunks, states, strict=True):
+            begin, end = end, end + len(chunk.token_ids)
+            num_top = state.spec.sampling.prompt_logprobs
+            if num_top is None:
+                continue
+            targets = list(state.spec.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)])
+            entries: list[TokenLogprobs] = []
+            for first in range(0, len(targets), LOGITS_ROWS):
+                wanted = targets[first : first + LOGITS_ROWS]
+                logits = model.compute_logits(hidden[begin + first : begin + first + len(wanted)])
+                if not all(finite_rows(logits)):
+                    outcome.errors[chunk.seq_id] = _non_finite(f"the prompt after position {chunk.start + first}")
+                    break
+                entries.extend(token_logprobs(logits, wanted, [num_top] * len(wanted)))
+            if targets:
+                outcome.prompt_logprobs[chunk.seq_id] = entries
+
+
+class _Outcome:
+    """What a step has given so far, by seq_id."""
+
+    __slots__ = ("errors", "logprobs", "prompt_logprobs", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.errors: dict[int, RowError] = {}
+
+
+def _non_finite(where: str) -> RowError:
+    return RowError(
+        ErrorClass.NON_FINITE_LOGITS,
+        f"the model gave NaN or infinite logits at {where}; a wider model.dtype (float32) may help",
+    )
+
+
+def _num_tokens(plan: StepPlan) -> int:
+    return sum(len(chunk.token_ids) for chunk in plan.chunks)

@@ -1,0 +1,146 @@
+"""Choosing tokens from logits, vectorised over the batch; a row's token does not depend on the other rows.
+
+The order of what is done to a row's logits: logit_bias, repetition penalty, frequency and presence penalties, the
+mask of stop tokens under min_tokens, temperature, min_p, top_k, top_p. A token is then drawn by inverting the
+cumulative distribution, in the order of token ids and in float64, at one uniform number of the row's stream
+(`types.streams`). Raw logits that are not finite make the row an error. Log-probabilities are `logprobs`' part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchinfer.runner.sequence_state import SequenceState
+from batchinfer.runner.streams import uniform
+
+Floats = npt.NDArray[np.float64]
+# The cumulative distribution is summed in blocks of this many tokens; part of what fixes a draw.
+_CDF_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A row of logits: whose it is, and the output position (from 0) of the token that it decides."""
+
+    state: SequenceState
+    output_position: int
+
+
+def finite_rows(logits: Tensor) -> list[bool]:
+    """For each row of [R, V] whether all its values are finite."""
+    sums = logits.sum(-1)
+    good = torch.isfinite(sums)
+    if not bool(good.all()):  # a sum of finite values may overflow too: look again
+        doubtful = torch.nonzero(~good)[:, 0]
+        good[doubtful] = torch.isfinite(logits[doubtful]).all(-1)
+    return [bool(value) for value in good.tolist()]
+
+
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    """The token of each row of raw, finite logits float32 [R, V]. `logits` may be overwritten."""
+    adjust(logits, rows)
+    params = [row.state.spec.sampling for row in rows]
+    drawn = [r for r, p in enumerate(params) if not p.greedy]
+    if len(drawn) == len(rows):
+        return _draw(logits, rows)
+    tokens: list[int] = logits.argmax(-1).tolist()
+    if drawn:
+        for r, token in zip(drawn, _draw(logits[drawn], [rows[r] for r in drawn]), strict=True):
+            tokens[r] = token
+    return tokens
+
+
+def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
+    """Applies bias, penalties and the min_tokens mask to logits [R, V], in place."""
+    vocab = logits.shape[-1]
+    flat = logits.view(-1)
+    masked: list[npt.NDArray[np.int64]] = []
+    for r, row in enumerate(rows):
+        state, p = row.state, row.state.spec.sampling
+        if p.logit_bias:
+            ids = torch.tensor([t for t in p.logit_bias if t < vocab], dtype=torch.int64, device=logits.device)
+            bias = [b for t, b in p.logit_bias.items() if t < vocab]
+            logits[r, ids] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+        if p.has_penalties:
+            _penalize(logits[r], row)
+        if row.output_position < p.min_tokens and len(state.stop_ids):
+            masked.append(r * vocab + state.stop_ids[state.stop_ids < vocab])
+    if masked:
+        flat[torch.from_numpy(np.concatenate(masked)).to(logits.device)] = -torch.inf
+
+
+def _penalize(logits: Tensor, row: SampleRow) -> None:
+    p = row.state.spec.sampling
+    output, counts = np.unique(row.state.output_before(row.output_position), return_counts=True)
+    if p.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.union1d(row.state.prompt_unique, output)).to(logits.device)
+        value = logits[seen]
+        logits[seen] = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
+    if len(output) and (p.frequency_penalty or p.presence_penalty):
+        penalty = torch.from_numpy(counts * p.frequency_penalty + p.presence_penalty)
+        logits[torch.from_numpy(output).to(logits.device)] -= penalty.to(logits.device, logits.dtype)
+
+
+def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    params = [row.state.spec.sampling for row in rows]
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
+    scaled = logits.double().div_(temperature[:, None])
+    vocab = logits.shape[-1]
+    # Not normalised: the largest weight of a row is 1.
+    weights = torch.zeros(len(rows), -(-vocab // _CDF_BLOCK) * _CDF_BLOCK, dtype=torch.float64, device=logits.device)
+    torch.exp(scaled.sub_(scaled.amax(-1, keepdim=True)), out=scaled)
+    weights[:, :vocab] = scaled
+    table: Floats = weights.cpu().numpy()
+    for r, p in enumerate(params):
+        if p.min_p > 0 or 0 < p.top_k < vocab or p.top_p < 1:
+            _truncate(table[r, :vocab], top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
+    keys = np.array([row.state.spec.sample_key for row in rows], dtype=np.uint64)
+    positions = np.array([row.output_position for row in rows], dtype=np.int64)
+    return _invert(table, uniform(keys, positions))
+
+
+def _truncate(weights: Floats, *, top_k: int, top_p: float, min_p: float) -> None:
+    """Sets to zero what is not kept; weights [V], largest 1.
+
+    min_p keeps weights of at least min_p, top_k the k largest and all equal to the k-th, top_p the fewest largest
+    that have at least top_p of what is left then (of equal ones the lower ids).
+    """
+    if min_p > 0:
+        weights[weights < min_p] = 0
+    if 0 < top_k < len(weights):
+        weights[weights < np.partition(weights, len(weights) - top_k)[len(weights) - top_k]] = 0
+    if top_p < 1:
+        total = weights.sum()
+        # All that is smaller than this has less than 1 - top_p together, so the rest decides, and is short.
+        ids = np.flatnonzero(weights >= total * (1 - top_p) / len(weights))
+        order = ids[np.argsort(-weights[ids], kind="stable")]
+        before = np.cumsum(weights[order])
+        keep = order[: int(np.searchsorted(before, top_p * total, side="left")) + 1]
+        kept = weights[keep]
+        weights[:] = 0
+        weights[keep] = kept
+
+
+def _invert(weights: Floats, uniforms: Floats) -> list[int]:
+    """For each row of weights [R, V'] the first token at which the cumulative weight exceeds u of the total."""
+    blocks = weights.reshape(len(weights), -1, _CDF_BLOCK)
+    block_ends = np.cumsum(blocks.sum(-1), axis=1)
+    targets = uniforms * block_ends[:, -1]
+    tokens = []
+    for r, target in enumerate(targets):
+        block = min(int(np.searchsorted(block_ends[r], target, side="right")), blocks.shape[1] - 1)
+        while block > 0 and not blocks[r, block].any():  # the target rounded up to the total
+            block -= 1
+        inside = blocks[r, block]
+        start = block_ends[r, block - 1] if block else 0.0
+        token = int(np.searchsorted(start + np.cumsum(inside), target, side="right"))
+        # The block's own sum may differ from the running one in its last bit.
+        token = min(token, int(np.flatnonzero(inside)[-1]))
+        tokens.append(block * _CDF_BLOCK + token)
+    return tokens
