@@ -1,0 +1,172 @@
+"""Blocks are in one state at a time, and a prefix is found only where it was computed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from batchinfer.scheduling import BlockManager, PrefixChain
+from batchinfer.types.step import KVGroup
+
+SIZE = 4
+
+
+def manager_of(num_blocks: int, **options: bool) -> BlockManager:
+    return BlockManager(KVGroup(num_blocks=num_blocks, block_size=SIZE), **options)
+
+
+def chain_of(tokens: list[int]) -> PrefixChain:
+    chain = PrefixChain(SIZE)
+    chain.extend(tokens, len(tokens) // SIZE)
+    return chain
+
+
+def fill(manager: BlockManager, tokens: list[int]) -> list[int]:
+    """Allocates, publishes and returns a table for the tokens."""
+    table: list[int] = []
+    manager.allocate(-(-len(tokens) // SIZE), table)
+    chain = chain_of(tokens)
+    for block, value, key in zip(table, chain.hashes, chain.keys, strict=False):
+        manager.publish(block, value, key)
+    return table
+
+
+def test_a_published_prefix_is_found_up_to_the_first_difference() -> None:
+    manager = manager_of(8)
+    tokens = list(range(12))
+    table = fill(manager, tokens)
+    assert manager.match(chain_of(tokens), 3) == table
+    assert manager.match(chain_of(tokens), 2) == table[:2]
+    assert manager.match(chain_of([*tokens[:8], 99, 9, 10, 11]), 3) == table[:2]
+    assert manager.match(chain_of([99, *tokens[1:]]), 3) == []
+    manager.check([table])
+
+
+def test_the_same_tokens_behind_another_prefix_are_another_block() -> None:
+    manager = manager_of(8)
+    fill(manager, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert manager.match(chain_of([5, 6, 7, 8]), 1) == []
+
+
+def test_a_hit_compares_tokens_and_not_the_hash_alone() -> None:
+    manager = manager_of(4)
+    table: list[int] = []
+    manager.allocate(1, table)
+    ours, other = chain_of([1, 2, 3, 4]), chain_of([5, 6, 7, 8])
+    manager.publish(table[0], ours.hashes[0], ours.keys[0])
+    other.hashes[0] = ours.hashes[0]  # two prefixes that collide
+    assert manager.match(other, 1) == []
+    assert manager.match(ours, 1) == table
+
+
+def test_released_blocks_stay_until_they_are_needed_and_go_least_recently_used_first() -> None:
+    manager = manager_of(4)
+    first, second = fill(manager, [1] * 8), fill(manager, [2] * 8)
+    blocks_of_second = list(second)
+    manager.release(first)
+    manager.release(second)
+    assert manager.num_available == 4
+    assert manager.num_cached == 4
+    table: list[int] = []
+    manager.allocate(2, table)
+    manager.check([table])
+    assert manager.num_evictions == 2
+    assert manager.match(chain_of([1] * 8), 2) == []
+    assert manager.match(chain_of([2] * 8), 2) == blocks_of_second
+
+
+def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
+    manager = manager_of(3)
+    table = fill(manager, list(range(12)))
+    head = table[:2]
+    manager.release(table)
+    manager.allocate(1, table)
+    assert manager.match(chain_of(list(range(12))), 3) == head
+
+
+def test_a_block_that_is_used_anew_has_lost_its_hash() -> None:
+    manager = manager_of(1)
+    table = fill(manager, [1, 2, 3, 4])
+    manager.release(table)
+    manager.allocate(1, table)
+    assert manager.num_cached == 0
+    manager.release(table)
+    assert manager.match(chain_of([1, 2, 3, 4]), 1) == []
+    manager.check([])
+
+
+def test_a_second_block_with_the_same_content_stays_private() -> None:
+    manager = manager_of(4)
+    first, second = fill(manager, [1, 2, 3, 4]), fill(manager, [1, 2, 3, 4])
+    assert first != second
+    shared = manager.match(chain_of([1, 2, 3, 4]), 1)
+    assert shared == first
+    manager.release(second)
+    manager.check([first])
+    manager.acquire(shared)
+    manager.check([first, list(shared)])
+    manager.release(first)
+    assert manager.num_available == 3
+
+
+@pytest.mark.parametrize("length", range(0, 13))
+def test_a_chain_holds_full_blocks_only(length: int) -> None:
+    chain = chain_of(list(range(length)))
+    assert len(chain.keys) == len(chain.hashes) == length // SIZE
+
+
+class Blocks(RuleBasedStateMachine):
+    """Sequences over few tokens come, grow, publish and go in any order, over too few blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = manager_of(7)
+        self.live: list[tuple[list[int], PrefixChain, list[int]]] = []
+        self.content: dict[int, list[int]] = {}  # block -> the whole prefix that it was last published with
+
+    @rule(seed=st.integers(0, 6), length=st.integers(1, 16))
+    def come(self, seed: int, length: int) -> None:
+        rng = random.Random(seed)
+        tokens = [rng.randrange(2) for _ in range(length)]
+        chain = chain_of(tokens)
+        prefix = self.manager.match(chain, (length - 1) // SIZE)
+        for i, block in enumerate(prefix):
+            assert self.content[block] == tokens[: (i + 1) * SIZE], "a prefix hit on other tokens"
+        needed = -(-length // SIZE) - len(prefix)
+        if needed > self.manager.num_available - self.manager.num_idle_among(prefix):
+            return
+        self.manager.acquire(prefix)
+        table = list(prefix)
+        self.manager.allocate(needed, table)
+        assert len(set(table)) == len(table)
+        self.live.append((tokens, chain, table))
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100), upto=st.integers(0, 4))
+    def publish(self, which: int, upto: int) -> None:
+        tokens, chain, table = self.live[which % len(self.live)]
+        for i in range(min(upto, len(chain.keys))):
+            if self.manager.match(chain, i + 1)[i:] or self.manager._index.holds(table[i]):
+                continue
+            self.manager.publish(table[i], chain.hashes[i], chain.keys[i])
+            if self.manager._index.holds(table[i]):
+                self.content[table[i]] = tokens[: (i + 1) * SIZE]
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 100))
+    def go(self, which: int) -> None:
+        _, _, table = self.live.pop(which % len(self.live))
+        self.manager.release(table)
+        assert table == []
+
+    @invariant()
+    def holds(self) -> None:
+        self.manager.check([table for _, _, table in self.live])
+
+
+TestBlocks = Blocks.TestCase
+TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
