@@ -2,7 +2,8 @@
 
 from batchinfer.layers.embedding import Embedding, LMHead
 from batchinfer.layers.linear import Linear
+from batchinfer.layers.maker import LayerMaker
 from batchinfer.layers.norm import RMSNorm
 from batchinfer.layers.rope import Rope, RopeConfig
 
-__all__ = ["Embedding", "LMHead", "Linear", "RMSNorm", "Rope", "RopeConfig"]
+__all__ = ["Embedding", "LMHead", "LayerMaker", "Linear", "RMSNorm", "Rope", "RopeConfig"]

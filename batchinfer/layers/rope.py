@@ -39,7 +39,7 @@ _SCALE_KEYS: dict[str, frozenset[str]] = {
 }
 _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "freq_factors": ("freq_factors",),
 }
 
@@ -102,7 +102,7 @@ def frequencies(rope: RopeConfig) -> tuple[Tensor, float]:
     if rope.kind == "freq_factors":
         return _divided(plain, rope.scaling["freq_factors"]), 1.0
     if rope.kind == "llama3":
-        return _llama3(plain, rope.scaling), 1.0
+        return _llama3(plain, rope), 1.0
     if rope.kind == "yarn":
         return _yarn(plain, rope)
     # "dynamic" stretches only sequences longer than max_position_embeddings, which are never run.
@@ -115,18 +115,23 @@ def _divided(plain: Tensor, factors: list[float]) -> Tensor:
     return plain / torch.tensor(factors, dtype=torch.float32)
 
 
-def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+def _original_length(rope: RopeConfig) -> int:
+    """The context that the model had before it was stretched."""
+    return int(rope.scaling.get("original_max_position_embeddings", rope.max_position_embeddings))
+
+
+def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     """Long waves are stretched by `factor`, short ones stay, those between are blended linearly in turns."""
-    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (float(rope.scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     # Turns that a frequency makes within the original context: below `low` is a long wave, above `high` a short one.
-    turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
+    turns = _original_length(rope) * plain / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - share) * plain / factor + share * plain
 
 
 def _yarn(plain: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
     scaling = rope.scaling
-    original = int(scaling.get("original_max_position_embeddings", rope.max_position_embeddings))
+    original = _original_length(rope)
     factor = float(scaling.get("factor", rope.max_position_embeddings / original))
 
     def temperature(weight: float) -> float:

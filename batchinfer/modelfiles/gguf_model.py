@@ -151,8 +151,9 @@ def config_from_metadata(header: GGUFHeader) -> dict[str, Any]:
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if get("attention.sliding_window"):
-        config["sliding_window"] = int(get("attention.sliding_window"))
-        config["use_sliding_window"] = True
+        raise ModelError(
+            f"{header.path}: sliding-window attention ({arch}.attention.sliding_window) is not supported in GGUF files"
+        )
     return config
 
 

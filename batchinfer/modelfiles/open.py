@@ -38,7 +38,13 @@ def _open(path: str, *, revision: str | None) -> ModelFiles:
             f"to use this file, give its folder {str(local.parent)!r}"
         )
     if hub.looks_like_hub_id(path):
-        return open_folder(hub.fetch(path, revision=revision, weights=True), name=path)
+        folder = hub.fetch(path, revision=revision, weights=True)
+        if not (folder / "config.json").exists():
+            raise ModelError(
+                f"{path}: this hub repository has no config.json; for a GGUF model, download its .gguf file and "
+                "give that file's path"
+            )
+        return open_folder(folder, name=path)
     raise ModelError(f"{path}: no such file or folder, and not the form of a hub id (owner/name)")
 
 

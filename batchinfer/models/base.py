@@ -10,6 +10,8 @@ from torch import Tensor
 
 from batchinfer.attention.context import ForwardContext
 from batchinfer.attention.spec import AttentionSpec
+from batchinfer.layers import LayerMaker
+from batchinfer.weights import Ignore, Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,15 @@ class ModelFacts:
     quantization: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """What a family's `build` is given beside the files: resolved, not as the user wrote it."""
+
+    max_model_len: int
+    dtype_source: str
+    layers: LayerMaker
+
+
 class CausalLM(Protocol):
     """A model as the runner calls it."""
 
@@ -45,4 +56,8 @@ class CausalLM(Protocol):
 
     def num_parameter_bytes(self) -> int:
         """Bytes of all parameters, tied ones once."""
+        ...
+
+    def weight_rules(self, kind: str) -> tuple[tuple[Rule, ...], tuple[Ignore, ...]]:
+        """Which stored tensor goes where, for a kind of file ("hf" or "gguf")."""
         ...

@@ -8,22 +8,24 @@ context's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from batchinfer_kernels.table import Ops
 from torch import Tensor, nn
 
 from batchinfer.attention.context import ForwardContext
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.errors import ModelError
-from batchinfer.layers import Embedding, Linear, LMHead, RMSNorm, Rope, RopeConfig
-from batchinfer.models.base import ModelFacts
-from batchinfer.quant import LinearScheme
-from batchinfer.weights import Ignore, Rule
+from batchinfer.layers import LayerMaker, Rope, RopeConfig
+from batchinfer.modelfiles import ModelFiles
+from batchinfer.models.base import BuildOptions, ModelFacts
+from batchinfer.weights import Ignore, Rule, equal_values
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ class Variant:
     qk_norm          RMS norm over each head of q and k, before rotation
     window           "config": sliding_window holds wherever it is set; "flag": only under use_sliding_window;
                      "none": there is no such thing
-    default_head_dim the head_dim of a config that has no such key; None: hidden_size / num_attention_heads
+    default_head_dim, default_window   of a config that has no such key
     """
 
     attention_bias: Literal["none", "config", "qkv"] = "none"
@@ -42,11 +44,12 @@ class Variant:
     qk_norm: bool = False
     window: Literal["none", "config", "flag"] = "none"
     default_head_dim: int | None = None
+    default_window: int | None = None
 
 
 ARCHITECTURES: Mapping[str, Variant] = {
     "LlamaForCausalLM": Variant(attention_bias="config", mlp_bias=True),
-    "MistralForCausalLM": Variant(window="config"),
+    "MistralForCausalLM": Variant(window="config", default_window=4096),
     "Qwen2ForCausalLM": Variant(attention_bias="qkv", window="flag"),
     "Qwen3ForCausalLM": Variant(attention_bias="config", qk_norm=True, window="flag", default_head_dim=128),
 }
@@ -122,7 +125,7 @@ class LlamaConfig:
 
 def _windows(variant: Variant, config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, None where it sees everything."""
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", variant.default_window)
     in_use = variant.window == "config" or (variant.window == "flag" and bool(config.get("use_sliding_window")))
     if not in_use or window is None:
         return (None,) * num_layers
@@ -130,7 +133,7 @@ def _windows(variant: Variant, config: Mapping[str, Any], num_layers: int) -> tu
         raise ModelError(f"sliding_window in the model's config must be a positive integer, got {window!r}")
     kinds = config.get("layer_types")
     if kinds is None:
-        first = int(config.get("max_window_layers", 0)) if variant.window == "flag" else 0
+        first = int(config.get("max_window_layers", 28)) if variant.window == "flag" else 0
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
     if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ModelError(f"layer_types in the model's config is not understood: {kinds!r}")
@@ -138,7 +141,7 @@ def _windows(variant: Variant, config: Mapping[str, Any], num_layers: int) -> tu
 
 
 class Attention(nn.Module):
-    def __init__(self, layer: int, config: LlamaConfig, make: _Make) -> None:
+    def __init__(self, layer: int, config: LlamaConfig, make: LayerMaker) -> None:
         super().__init__()
         self.layer, self.ops = layer, make.ops
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -163,7 +166,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: LlamaConfig, make: _Make) -> None:
+    def __init__(self, config: LlamaConfig, make: LayerMaker) -> None:
         super().__init__()
         self.ops = make.ops
         inner = config.intermediate_size
@@ -175,7 +178,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, layer: int, config: LlamaConfig, make: _Make) -> None:
+    def __init__(self, layer: int, config: LlamaConfig, make: LayerMaker) -> None:
         super().__init__()
         self.input_norm = make.norm(config.hidden_size, config.rms_norm_eps)
         self.attn = Attention(layer, config, make)
@@ -194,40 +197,10 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Make:
-    """Makes layers of one dtype, device, scheme and kernel table."""
-
-    scheme: LinearScheme
-    ops: Ops
-    dtype: torch.dtype
-    device: torch.device
-
-    def linear(self, in_features: int, parts: Mapping[str, int], *, bias: bool) -> Linear:
-        return Linear(
-            in_features,
-            parts,
-            bias=bias,
-            scheme=self.scheme,
-            ops=self.ops,
-            dtype=self.dtype,
-            device=self.device,
-        )
-
-    def norm(self, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(size, eps, ops=self.ops, dtype=self.dtype, device=self.device)
-
-    def embedding(self, vocab_size: int, hidden_size: int) -> Embedding:
-        return Embedding(vocab_size, hidden_size, ops=self.ops, dtype=self.dtype, device=self.device)
-
-    def head(self, vocab_size: int, hidden_size: int, *, tied_to: Embedding | None) -> LMHead:
-        return LMHead(vocab_size, hidden_size, tied_to=tied_to, ops=self.ops, dtype=self.dtype, device=self.device)
-
-
 class LlamaForCausalLM(nn.Module):
     """Any member of the family. See `models.base.CausalLM` for what is called from outside."""
 
-    def __init__(self, config: LlamaConfig, facts: ModelFacts, make: _Make) -> None:
+    def __init__(self, config: LlamaConfig, facts: ModelFacts, make: LayerMaker) -> None:
         super().__init__()
         self.config, self.facts = config, facts
         self.attention_specs = tuple(
@@ -277,7 +250,7 @@ class LlamaForCausalLM(nn.Module):
 
 
 _HF_LAYER, _OUR_LAYER = "model.layers.{i}.", "layers.{i}."
-HF_RULES = (
+HF_RULES: tuple[Rule, ...] = (
     Rule(stored="model.embed_tokens.weight", parameter="embed.weight"),
     Rule(stored="model.norm.weight", parameter="norm.weight"),
     Rule(stored="lm_head.weight", parameter="lm_head.weight"),
@@ -352,30 +325,32 @@ def pairwise(rows: Tensor, *, head_dim: int) -> Tensor:
     return rows.view(-1, 2, head_dim // 2, *rows.shape[1:]).transpose(1, 2)
 
 
-def build(
-    architecture: str,
-    config: Mapping[str, Any],
-    *,
-    max_model_len: int,
-    dtype: torch.dtype,
-    dtype_source: str,
-    device: torch.device,
-    scheme: LinearScheme,
-    ops: Ops,
-) -> LlamaForCausalLM:
+def build(architecture: str, files: ModelFiles, options: BuildOptions) -> LlamaForCausalLM:
     """A member of the family with parameters not yet filled."""
-    resolved = LlamaConfig.from_config(architecture, config)
+    config = LlamaConfig.from_config(architecture, files.config)
+    if config.tie_word_embeddings and _has_own_head(files):
+        _log.warning(
+            "%s: tie_word_embeddings is true, but lm_head.weight is stored and differs from the embedding: not tied",
+            files.root,
+        )
+        config = replace(config, tie_word_embeddings=False)
     facts = ModelFacts(
         architecture=architecture,
-        num_layers=resolved.num_layers,
-        hidden_size=resolved.hidden_size,
-        num_heads=resolved.num_heads,
-        num_kv_heads=resolved.num_kv_heads,
-        head_dim=resolved.head_dim,
-        vocab_size=resolved.vocab_size,
-        max_model_len=max_model_len,
-        dtype=dtype,
-        dtype_source=dtype_source,
-        quantization=scheme.name,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_model_len=options.max_model_len,
+        dtype=options.layers.dtype,
+        dtype_source=options.dtype_source,
+        quantization=options.layers.scheme.name,
     )
-    return LlamaForCausalLM(resolved, facts, _Make(scheme=scheme, ops=ops, dtype=dtype, device=device))
+    return LlamaForCausalLM(config, facts, options.layers)
+
+
+def _has_own_head(files: ModelFiles) -> bool:
+    """Whether a head is stored that is not the embedding again (transformers takes it then, whatever the config says)."""
+    embedding, head = files.tensors.get("model.embed_tokens.weight"), files.tensors.get("lm_head.weight")
+    return embedding is not None and head is not None and not equal_values(embedding, head)

@@ -13,14 +13,16 @@ from batchinfer_kernels.table import Ops
 from torch import nn
 
 from batchinfer.errors import ConfigError, ModelError
+from batchinfer.layers import LayerMaker
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.models import llama
-from batchinfer.models.base import CausalLM
+from batchinfer.models.base import BuildOptions, CausalLM
 from batchinfer.models.dtype import resolve_dtype
 from batchinfer.quant import resolve_scheme
 from batchinfer.weights import load_weights
 
-ARCHITECTURES: Mapping[str, Callable[..., llama.LlamaForCausalLM]] = dict.fromkeys(llama.ARCHITECTURES, llama.build)
+Build = Callable[[str, ModelFiles, BuildOptions], CausalLM]
+ARCHITECTURES: Mapping[str, Build] = dict.fromkeys(llama.ARCHITECTURES, llama.build)
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -61,16 +63,12 @@ def load_model(
         if max_model_len is not None and max_model_len > limit:
             raise ConfigError(f"engine.max_model_len {max_model_len} is more than the model's own {limit}")
         resolved, source = resolve_dtype(dtype, files.config, device)
-        model = ARCHITECTURES[architecture](
-            architecture,
-            files.config,
+        options = BuildOptions(
             max_model_len=max_model_len or limit,
-            dtype=resolved,
             dtype_source=source,
-            device=device,
-            scheme=scheme,
-            ops=ops,
+            layers=LayerMaker(ops=ops, scheme=scheme, dtype=resolved, device=device),
         )
+        model = ARCHITECTURES[architecture](architecture, files, options)
     except ModelError as error:
         if str(files.root) in str(error):
             raise

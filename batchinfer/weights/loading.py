@@ -178,3 +178,16 @@ def _read(stored: StoredTensor, offset: int, nbytes: int) -> np.ndarray[tuple[in
     except OSError as error:
         raise WeightError(f"{stored.file}: tensor {stored.name!r} can't be read: {error.strerror or error}") from error
     return buffer
+
+
+def equal_values(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two stored tensors hold the same bytes in the same type and shape."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    step = 4 << 20
+    return all(
+        np.array_equal(
+            _read(a, a.offset + at, min(step, a.nbytes - at)), _read(b, b.offset + at, min(step, b.nbytes - at))
+        )
+        for at in range(0, a.nbytes, step)
+    )
