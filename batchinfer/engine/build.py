@@ -57,8 +57,26 @@ def _fake_engine(config: EngineConfig, files: ModelFiles, max_model_len: int) ->
         max_num_batched_tokens=_number(config.max_num_batched_tokens, FAKE_MAX_NUM_BATCHED_TOKENS),
         enable_prefix_caching=config.enable_prefix_caching,
         model=files,
+        facts={"device": ("fake", "model"), "max_model_len": (max_model_len, "engine.max_model_len or model")},
     )
 
 
 def _local_engine(config: EngineConfig, files: ModelFiles, max_model_len: int) -> Engine:
-    raise NotImplementedError
+    # Both need torch, which is only loaded for a model that needs it; and before it is, MKL must be told.
+    from batchinfer_kernels.determinism import prepare
+
+    prepare()
+    from batchinfer.runner.load import load_runner
+
+    runner = load_runner(files, config, max_model_len=max_model_len)
+    return Engine(
+        runner,
+        load_tokenizer(files.tokenizer),
+        max_model_len=max_model_len,
+        vocab_size=files.config["vocab_size"],
+        max_num_seqs=runner.max_num_seqs,
+        max_num_batched_tokens=runner.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        model=files,
+        facts={name: (fact.value, fact.source) for name, fact in runner.facts().items()},
+    )

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from batchinfer.engine.recovery import StepExecutor
 from batchinfer.engine.stopping import StopStringWatch, refuse, stop_ids, tokens_of_text
@@ -87,8 +88,10 @@ class Engine:
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         model: ModelFiles | None = None,
+        facts: Mapping[str, tuple[Any, str]] | None = None,
     ) -> None:
         self.runner = runner
+        self.facts = dict(facts or {})  # what "auto" became, and from what
         self.tokenizer = tokenizer
         self.model = model
         self.max_model_len = max_model_len

@@ -113,7 +113,7 @@ def test_a_second_block_with_the_same_content_stays_private() -> None:
     assert manager.num_available == 3
 
 
-@pytest.mark.parametrize("length", range(0, 13))
+@pytest.mark.parametrize("length", range(13))
 def test_a_chain_holds_full_blocks_only(length: int) -> None:
     chain = chain_of(list(range(length)))
     assert len(chain.keys) == len(chain.hashes) == length // SIZE
