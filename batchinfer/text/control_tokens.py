@@ -72,8 +72,11 @@ class ControlTokens:
         return False
 
     def break_up(self, text: str, sentinel: str) -> str:
-        text = self._whole.sub(lambda match: match[0][0] + sentinel + match[0][1:], text)
+        text = self.break_whole(text, sentinel)
         return text + sentinel if self._ends_in_prefix(text) else text
+
+    def break_whole(self, text: str, sentinel: str) -> str:
+        return self._whole.sub(lambda match: match[0][0] + sentinel + match[0][1:], text)
 
     def mask(self, text: str, sentinel: str) -> str:
         """Renames whole control tokens, then takes the sentinels out."""

@@ -120,8 +120,8 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> GgufTokenizer:
         add_bos = bool(meta.get("add_bos_token", True))
     else:
         raise ModelError(
-            f"the GGUF file's tokenizer is of kind {kind!r} (tokenizer.ggml.model); batchinfer knows 'gpt2' (byte-level "
-            "BPE) and 'llama' (SentencePiece BPE). Name a folder with a tokenizer.json by model.tokenizer"
+            f"the GGUF file's tokenizer is of kind {kind!r} (tokenizer.ggml.model); batchinfer knows 'gpt2' "
+            "(byte-level BPE) and 'llama' (SentencePiece BPE). Name a folder with a tokenizer.json by model.tokenizer"
         )
     named = {}
     for role, key in (

@@ -76,6 +76,8 @@ class _Backend(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def token_id(self, text: str) -> int | None: ...
+
 
 class Tokenizer:
     """Text <-> token ids of one model.
@@ -110,10 +112,16 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._masked: _Backend | None = None
         self._bytes: tuple[TokenBytes | None] | None = None
+        self._max_token_chars: int | None = None
         self.control = backend.control()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_tokenizer, (self.files,)
+
+    def special_texts(self, texts: Iterable[str]) -> dict[int, str]:
+        """Those of `texts` that are exactly a special token's, by its id."""
+        ids = ((self._backend.token_id(text), text) for text in texts)
+        return {i: text for i, text in ids if i is not None and i in self.special_ids}
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -156,6 +164,14 @@ class Tokenizer:
             self._bytes = (None if table is None else table.with_special(self.special_ids),)
         return self._bytes[0]
 
+    @property
+    def max_token_chars(self) -> int:
+        """No token stands for more characters than this: a text of more than n times as many has over n tokens."""
+        if self._max_token_chars is None:
+            pieces = self.token_bytes
+            self._max_token_chars = 1024 if pieces is None else max(map(len, pieces.all), default=1)
+        return self._max_token_chars
+
     def _masked_backend(self) -> _Backend:
         with self._lock:
             if self._masked is None:
@@ -195,6 +211,10 @@ class _LibraryBackend:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
+    def token_id(self, text: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id
+
 
 class _ByteBackend:
     """The fake models' tokenizer: the UTF-8 bytes of the text. Ids from 258 on decode to their number."""
@@ -213,6 +233,9 @@ class _ByteBackend:
 
     def decode(self, ids: Sequence[int]) -> str:
         raise AssertionError("decoded through its bytes")
+
+    def token_id(self, text: str) -> int | None:
+        return None
 
 
 def _load_tokenizer_json(files: TokenizerFiles) -> Tokenizer:
@@ -237,7 +260,7 @@ def _load_tokenizer_json(files: TokenizerFiles) -> Tokenizer:
     bos = ids.get("bos_token")
     if "add_bos_token" in config or "add_eos_token" in config:
         # As in transformers: flags written in the config win over tokenizer.json's post-processor.
-        prefix = (bos,) if config.get("add_bos_token") and bos is not None else ()
+        prefix: tuple[int, ...] = (bos,) if config.get("add_bos_token") and bos is not None else ()
     else:
         prefix = _post_processor_prefix(tokenizer)
     return Tokenizer(

@@ -1,0 +1,272 @@
+"""Bounds on a template's time and memory: `BoundedEnvironment`, Jinja's immutable sandbox with a budget.
+
+A model's template is somebody else's code, run once a row. Nothing here needs a signal, a thread or a trace function:
+
+* Steps: every loop pays for its items when it starts (Jinja loops over finite things only), every call of a macro,
+  method or recursive loop pays one. Long loops and every 64th payment look at the thread's CPU time as well. A row
+  that runs out is TEMPLATE_TIMEOUT; the step count is the same on every machine.
+* Memory: what can multiply text or lists (`+`, `*`, `**`, `%`, `~`, joins, padding, replace, captured blocks) is
+  measured before it is done, or right after where it can at most double.
+* `random` and `lipsum` are refused: a row's prompt must be the same at every attempt.
+
+Cost where nothing is wrong: well under a microsecond per loop or call.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 2_000_000
+MAX_CPU_S = 10.0
+MAX_CHARS = 1 << 24  # beyond four times the row's own text
+_MAX_WIDTH = 100_000
+_MAX_INT_BITS = 100_000
+_LONG_LOOP = 1000
+_AMPLIFYING_FILTERS = (
+    "batch",
+    "center",
+    "format",
+    "indent",
+    "join",
+    "pprint",
+    "replace",
+    "round",
+    "slice",
+    "string",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+)
+_WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(?:\*|\d{6,})")
+_WIDE_FORMAT = re.compile(r":[^{}]*(?:\{|\d{6,})")
+
+
+class TemplateTimeout(Exception):
+    """Inside this room only: a template used up its steps or its time."""
+
+
+class _Budget(threading.local):
+    """What is left for the rendering that this thread is doing. Compile-time evaluation gets a small one."""
+
+    def __init__(self) -> None:
+        self.start(input_chars=0)
+
+    def start(self, *, input_chars: int, steps: int = MAX_STEPS, cpu_s: float = MAX_CPU_S) -> None:
+        self.steps = self.max_steps = steps
+        self.cpu_s = cpu_s
+        self.deadline = time.thread_time() + cpu_s
+        self.max_chars = MAX_CHARS + 4 * input_chars
+        self.payments = 0
+
+    def pay(self, steps: int) -> None:
+        self.steps -= steps
+        if self.steps < 0:
+            raise TemplateTimeout(f"the template ran more than {self.max_steps:,} steps")
+        self.payments += 1
+        if not self.payments & 63:
+            self.check_time()
+
+    def check_time(self) -> None:
+        if time.thread_time() > self.deadline:
+            raise TemplateTimeout(f"the template ran longer than {self.cpu_s:g} s")
+
+    def need(self, size: int) -> None:
+        if size > self.max_chars:
+            raise SecurityError(
+                f"the template makes a value of {size:,} characters or items; {self.max_chars:,} is the limit"
+            )
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """`start_row` gives this thread a new budget; then templates of this environment may be rendered."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=self._finalized, **options)
+        self._budget = _Budget()
+        self.concat = self._concat  # type: ignore[method-assign]
+        self.filters["_counted"] = self._counted
+        self.filters["_joined"] = self._joined
+        for name in _AMPLIFYING_FILTERS:
+            self.filters[name] = self._bounded_filter(self.filters[name])
+        self.filters["random"] = _refused("random")
+        self.globals.pop("lipsum", None)
+
+    def start_row(self, *, input_chars: int, steps: int = MAX_STEPS, cpu_s: float = MAX_CPU_S) -> None:
+        self._budget.start(input_chars=input_chars, steps=steps, cpu_s=cpu_s)
+
+    def bounded_size(self, value: Any) -> None:
+        """Refuses a container that has too many items when written out (it may hold itself many times)."""
+        if isinstance(value, (list, tuple, dict)):
+            self._budget.need(_written_size(value, self._budget.max_chars))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree: nodes.Template = _AddPayments().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+                self._budget.need(len(left) + len(right))
+        elif operator == "*":
+            if isinstance(left, int) and isinstance(right, int):
+                self._need_bits(left.bit_length() + right.bit_length())
+            else:
+                for sequence, times in ((left, right), (right, left)):
+                    if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
+                        self._budget.need(len(sequence) * times)
+        elif operator == "**":
+            if isinstance(left, int) and isinstance(right, int):
+                self._need_bits(left.bit_length() * max(0, right))
+        elif isinstance(left, str) and _WIDE_PERCENT.search(left):
+            raise SecurityError("the template formats with a width that is computed or beyond 99,999")
+        return self.binop_table[operator](left, right)
+
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        self._budget.pay(1)
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, str):
+            self._check_method(owner, obj.__name__, args)
+        elif getattr(obj, "__name__", None) in ("format", "format_map") and hasattr(obj, "__wrapped__"):
+            owner = obj.__wrapped__.__self__
+            if isinstance(owner, str) and _WIDE_FORMAT.search(owner):
+                raise SecurityError("the template formats with a width that is computed or beyond 99,999")
+        return super().call(context, obj, *args, **kwargs)
+
+    def _check_method(self, owner: str, method: str, args: tuple[Any, ...]) -> None:
+        if method == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
+            if len(args[1]) > len(args[0]):
+                self._budget.need(len(owner) + owner.count(args[0]) * len(args[1]))
+        elif method == "join" and args and isinstance(args[0], (list, tuple)):
+            self._budget.need(sum(len(item) for item in args[0] if isinstance(item, str)) + len(owner) * len(args[0]))
+        elif method in ("ljust", "rjust", "center", "zfill", "expandtabs"):
+            _refuse_wide(args)
+
+    def _need_bits(self, bits: int) -> None:
+        if bits > _MAX_INT_BITS:
+            raise SecurityError("the template computes a number of more than 30,000 digits")
+
+    def _counted(self, items: Any) -> Any:
+        """What each `for` loops over. Short things are paid for and handed on as they are."""
+        try:
+            size = len(items)
+        except TypeError:
+            items = self._paid_one_by_one(items) if isinstance(items, Iterator) else items
+            self._budget.pay(1)
+            return items
+        self._budget.pay(size + 1)
+        return items if size < _LONG_LOOP else _Timed(items, size, self._budget.check_time)
+
+    def _paid_one_by_one(self, items: Iterator[Any]) -> Iterator[Any]:
+        for item in items:
+            self._budget.pay(1)
+            yield item
+
+    def _joined(self, items: list[Any]) -> str:
+        """`a ~ b ~ c`."""
+        for item in items:
+            self.bounded_size(item)
+        texts = [item if isinstance(item, str) else str(item) for item in items]
+        self._budget.need(sum(map(len, texts)))
+        return "".join(texts)
+
+    def _concat(self, parts: Iterable[str]) -> str:
+        parts = list(parts)
+        self._budget.need(sum(map(len, parts)))
+        return "".join(parts)
+
+    def _finalized(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            self.bounded_size(value)
+        return value
+
+    def _bounded_filter(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # keeps Jinja's marks (pass_environment and the like)
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, (list, tuple, dict)):
+                    self.bounded_size(value)
+                elif isinstance(value, str) and function.__name__ == "do_format" and _WIDE_PERCENT.search(value):
+                    raise SecurityError("the template formats with a width that is computed or beyond 99,999")
+            _refuse_wide(args)
+            _refuse_wide(kwargs.values())
+            texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+            if function.__name__ in ("do_replace", "do_indent", "do_wordwrap") and len(texts) >= 2:
+                self._budget.need(len(texts[0]) + (texts[0].count(texts[1]) + 1) * len(texts[-1]))
+            return function(*args, **kwargs)
+
+        return bounded
+
+
+class _Timed:
+    """A long sequence that looks at the time while it is looped over; keeps `loop.length` and `loop.last` working."""
+
+    def __init__(self, items: Iterable[Any], size: int, check_time: Callable[[], None]) -> None:
+        self._items, self._size, self._check_time = items, size, check_time
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Any]:
+        for n, item in enumerate(self._items):
+            if not n & 255:
+                self._check_time()
+            yield item
+
+
+class _AddPayments(NodeTransformer):
+    """`for x in xs` -> `for x in xs|_counted`; `a ~ b` -> `[a, b]|_joined`."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        self.generic_visit(node)
+        items = nodes.List(node.nodes, lineno=node.lineno)
+        return nodes.Filter(items, "_joined", [], [], None, None, lineno=node.lineno)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise jinja2.TemplateRuntimeError(f"{name!r} is refused: a prompt must be the same at every attempt")
+
+    return refuse
+
+
+def _refuse_wide(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, int) and value > _MAX_WIDTH:
+            raise SecurityError(f"the template asks for a width or count of {value:,}; {_MAX_WIDTH:,} is the limit")
+
+
+def _written_size(value: Any, limit: int) -> int:
+    """Items and characters of nested containers, counted up to `limit`."""
+    size, stack = 0, [value]
+    while stack and size <= limit:
+        item = stack.pop()
+        if isinstance(item, str):
+            size += len(item)
+            continue
+        size += 1
+        if isinstance(item, dict):
+            stack.extend(item.keys())
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+    return size
