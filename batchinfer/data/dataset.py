@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import logging
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.data import parquet
+from batchinfer.data import arrow, jsonl, parquet
 from batchinfer.data.schema import conform, unite
 from batchinfer.data.sources import Source, find_sources
 from batchinfer.errors import InputError
@@ -38,7 +39,7 @@ class InputFile:
     num_rows     after `limit`
     num_bytes    uncompressed size, estimated
     fingerprint  of size and footer (or both ends), to notice a changed file cheaply
-    index        for JSON Lines: where the seek index lies (see `jsonl`), else empty
+    seek_index   for JSON Lines: where the seek index lies (see `jsonl`), else empty
     mixed        for JSON Lines: columns whose values have several kinds
     """
 
@@ -144,7 +145,7 @@ class InputDataset:
                     )
                 row = batch.stop
                 yield _finish(batch, schema)
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
             raise InputError(f"input file {source.name} can't be read at row {row}: {error}") from error
         _keep_cursor(cursor)
 
@@ -239,15 +240,20 @@ def open_dataset(
 def _inspect(
     index: int, source: Source, options: Mapping[str, Any], limit: int | None, cache_dir: str | None
 ) -> tuple[InputFile, pa.Schema]:
+    name, uri = source.name, source.uri
     seek_index, mixed = "", ()
     if source.format == "parquet":
-        schema, num_rows, num_bytes, fingerprint = parquet.inspect_parquet(source.name, source.uri, options)
+        schema, num_rows, num_bytes, fingerprint = parquet.inspect_parquet(name, uri, options)
+    elif source.format == "arrow":
+        schema, num_rows, num_bytes, fingerprint = arrow.inspect_arrow(name, uri, options)
     else:
-        raise InputError(f"input file {source.name}: {source.format} is not supported yet")
+        facts = jsonl.inspect_jsonl(name, uri, source.compression, options, limit, cache_dir)
+        schema, num_rows, num_bytes, fingerprint = facts.schema, facts.num_rows, facts.num_bytes, facts.fingerprint
+        seek_index, mixed = facts.index_path, facts.mixed
     file = InputFile(
         index=index,
-        name=source.name,
-        uri=source.uri,
+        name=name,
+        uri=uri,
         format=source.format,
         compression=source.compression,
         num_rows=num_rows,
@@ -316,9 +322,28 @@ def _open_batches(
     dataset: InputDataset, file: InputFile, columns: tuple[str, ...] | None, row: int
 ) -> Iterator[RowBatch]:
     """Batches as the file has them: own types, and for missing columns nothing."""
-    options = dataset.storage_options
-    for start, table in parquet.iter_parquet(file.uri, options, row, columns, MAX_BATCH_ROWS, MAX_BATCH_BYTES):
-        yield RowBatch(start=start, table=table)
+    options, limits = dataset.storage_options, (MAX_BATCH_ROWS, MAX_BATCH_BYTES)
+    if file.format == "jsonl":
+        for start, table, errors in jsonl.iter_jsonl(
+            file.uri,
+            file.compression,
+            options,
+            row,
+            dataset.schema,
+            columns,
+            frozenset(file.mixed),
+            file.seek_index,
+            *limits,
+        ):
+            yield RowBatch(start=start, table=table, errors=errors)
+        return
+    if file.format == "arrow":
+        batches = arrow.iter_arrow(file.uri, file.fingerprint, options, row, columns, *limits)
+    else:
+        batches = parquet.iter_parquet(file.uri, options, row, columns, *limits)
+    for start, table in batches:
+        table, errors = _check_text(start, table)
+        yield RowBatch(start=start, table=table, errors=errors)
 
 
 def _finish(batch: RowBatch, schema: pa.Schema) -> RowBatch:
@@ -353,3 +378,44 @@ def _conform_column(array: pa.Array, target: pa.Field, start: int, errors: dict[
             message = f"column {target.name!r} can't be kept as {target.type}: {error}"
             errors.setdefault(start + i, RowError(ErrorClass.INVALID_ROW, message))
     return pa.concat_arrays(pieces)
+
+
+def _check_text(start: int, table: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, RowError]]:
+    """Text columns may hold bytes that are no UTF-8 (written unchecked): such a value is repaired with U+FFFD, or
+    null where it is nested, and its row gets an error. Otherwise it would fail much later, when the part is written
+    or read."""
+    try:
+        table.validate(full=True)
+        return table, {}
+    except pa.ArrowInvalid:
+        pass
+    errors: dict[int, RowError] = {}
+    arrays = []
+    for field, array in zip(table.schema, table.columns, strict=True):
+        try:
+            array.validate(full=True)
+        except pa.ArrowInvalid:
+            array = _repair(field, array, start, errors)
+        arrays.append(array)
+    return pa.RecordBatch.from_arrays(arrays, schema=table.schema), errors
+
+
+def _repair(field: pa.Field, array: pa.Array, start: int, errors: dict[int, RowError]) -> pa.Array:
+    pieces = []
+    for i in range(len(array)):
+        piece = array.slice(i, 1)
+        try:
+            piece.validate(full=True)
+            if pa.types.is_dictionary(field.type):
+                piece = piece.dictionary_decode()
+                piece.validate(full=True)
+        except pa.ArrowInvalid:
+            errors[start + i] = RowError(ErrorClass.INVALID_ROW, f"column {field.name!r} holds text that is not UTF-8")
+            if pa.types.is_string(piece.type) or pa.types.is_large_string(piece.type):
+                raw = piece.cast(pa.large_binary())[0].as_py()
+                piece = pa.array([raw.decode("utf-8", "replace")], piece.type)
+            else:
+                piece = pa.nulls(1, piece.type)
+        pieces.append(piece)
+    repaired = pa.concat_arrays(pieces)
+    return repaired.dictionary_encode().cast(field.type) if pa.types.is_dictionary(field.type) else repaired

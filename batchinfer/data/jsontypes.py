@@ -1,0 +1,172 @@
+"""Arrow types for JSON values: inferred over all rows, and values brought to them.
+
+One kind of value everywhere gives its exact type: integers stay integers (int64, else uint64, else decimal), numeric
+text stays text, dates stay text. A column with several kinds becomes text when text is among them (unless another
+kind makes up nine tenths), and a row whose value is not of the column's kind is reported by `to_array`. Not here:
+lines and files (see `jsonl`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+MAX_EXACT_FLOAT = 1 << 53
+DOMINANT = 0.9
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+_NAMES = {
+    "str": "text",
+    "int": "a number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a list",
+    "dict": "an object",
+}
+
+
+class Shape:
+    """What values have been seen at one place: counts by kind, range of integers, list items, fields."""
+
+    __slots__ = ("counts", "fields", "high", "item", "low")
+
+    def __init__(self) -> None:
+        self.counts: dict[type, int] = {}
+        self.low = 0
+        self.high = 0
+        self.item: Shape | None = None
+        self.fields: dict[str, Shape] = {}
+
+    def add(self, value: Any) -> None:
+        if value is None:
+            return
+        kind = type(value)
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if kind is int:
+            if value < self.low:
+                self.low = value
+            elif value > self.high:
+                self.high = value
+        elif kind is list:
+            item = self.item
+            if item is None:
+                item = self.item = Shape()
+            for entry in value:
+                item.add(entry)
+        elif kind is dict:
+            self.add_fields(value)
+
+    def add_fields(self, record: dict[str, Any]) -> None:
+        fields = self.fields
+        for name, entry in record.items():
+            if entry is None and name in fields:
+                continue
+            shape = fields.get(name)
+            if shape is None:
+                shape = fields[name] = Shape()
+            shape.add(entry)
+
+    def arrow(self, top: bool = False) -> tuple[pa.DataType, bool]:
+        """(type, whether some values are not of it). `top`: a column, where a dominant kind can win over text."""
+        counts = dict(self.counts)
+        if int in counts and float in counts:  # JSON has one kind of number
+            counts[float] += counts.pop(int)
+        if not counts:
+            return pa.null(), False
+        total = sum(counts.values())
+        kind = max(counts, key=lambda k: counts[k])
+        if len(counts) > 1 and not (top and counts[kind] >= DOMINANT * total):
+            kind = str
+        own, mixed = self._of_kind(kind)
+        return own, mixed or len(counts) > 1
+
+    def _of_kind(self, kind: type) -> tuple[pa.DataType, bool]:
+        if kind is str:
+            return pa.string(), False
+        if kind is bool:
+            return pa.bool_(), False
+        if kind is float:
+            return pa.float64(), max(self.high, -self.low) > MAX_EXACT_FLOAT
+        if kind is int:
+            return _integer_type(self.low, self.high)
+        if kind is list:
+            item, mixed = self.item.arrow() if self.item is not None else (pa.null(), False)
+            return pa.list_(item), mixed
+        if not self.fields:
+            return pa.null(), True  # only `{}`: Parquet has no struct without fields
+        inner = {name: shape.arrow() for name, shape in self.fields.items()}
+        return pa.struct([(name, own) for name, (own, _) in inner.items()]), any(m for _, m in inner.values())
+
+
+def _integer_type(low: int, high: int) -> tuple[pa.DataType, bool]:
+    if low >= -(1 << 63) and high < 1 << 63:
+        return pa.int64(), False
+    if low >= 0 and high < 1 << 64:
+        return pa.uint64(), False
+    digits = len(str(max(high, -low)))
+    if digits <= 38:
+        return pa.decimal128(38, 0), False
+    return (pa.decimal256(76, 0), False) if digits <= 76 else (pa.string(), True)
+
+
+def clean_surrogates(value: Any) -> Any:
+    """The value with lone surrogates, which no encoding has, replaced by U+FFFD."""
+    if isinstance(value, str):
+        return _LONE_SURROGATES.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [clean_surrogates(entry) for entry in value]
+    if isinstance(value, dict):
+        return {clean_surrogates(name): clean_surrogates(entry) for name, entry in value.items()}
+    return value
+
+
+def to_array(values: Sequence[Any], kind: pa.DataType, mixed: bool) -> tuple[pa.Array, dict[int, str]]:
+    """Values as an array of `kind`, and for each place whose value is not of that kind what is wrong there."""
+    if not mixed:
+        try:
+            return pa.array(values, kind), {}
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            pass
+    problems: dict[int, str] = {}
+    kept = []
+    for i, value in enumerate(values):
+        found: list[str] = []
+        kept.append(_coerce(value, kind, "", found))
+        if found:
+            problems[i] = found[0]
+    return pa.array(kept, kind), problems
+
+
+def _coerce(value: Any, kind: pa.DataType, path: str, found: list[str]) -> Any:
+    """`value` as `kind`. Of the wrong kind: text keeps its JSON, others become null; `found` gets the reason."""
+    t = pa.types
+    if value is None or (t.is_null(kind) and value == {}):
+        return None
+    if t.is_string(kind) or t.is_large_string(kind):
+        if isinstance(value, str):
+            return value
+        found.append(_wrong(value, kind, path))
+        return json.dumps(value, ensure_ascii=False)
+    if (t.is_list(kind) or t.is_large_list(kind)) and isinstance(value, list):
+        return [_coerce(entry, kind.value_type, path + "[]", found) for entry in value]
+    if t.is_struct(kind) and isinstance(value, dict):
+        return {f.name: _coerce(value.get(f.name), f.type, f"{path}.{f.name}", found) for f in kind}
+    if isinstance(value, bool) == bool(t.is_boolean(kind)) and isinstance(value, (int, float)):
+        if not (t.is_floating(kind) and isinstance(value, int) and abs(value) > MAX_EXACT_FLOAT):
+            try:
+                pa.scalar(value, kind)
+                return value
+            except (pa.ArrowException, OverflowError, ValueError):
+                pass
+    found.append(_wrong(value, kind, path))
+    return None
+
+
+def _wrong(value: Any, kind: pa.DataType, path: str) -> str:
+    shown = json.dumps(value, ensure_ascii=False)
+    shown = shown if len(shown) <= 40 else shown[:40] + "…"
+    where = f" at {path.lstrip('.')}" if path else ""
+    return f"{_NAMES[type(value).__name__]}{where} ({shown}) where other rows make the type {kind}"
