@@ -21,7 +21,7 @@ from batchinfer.data.segments import (
     write_compacted,
     write_segment,
 )
-from batchinfer.job import commit, planner, units
+from batchinfer.job import cleaning, commit, planner, units
 from batchinfer.job.events import Tally
 from batchinfer.job.ledger import ChunkSummary, WindowPlan
 from batchinfer.job.manifest import ResolvedJob, load_run
@@ -82,9 +82,7 @@ def finish_unit(run: str, window: int, unit: int, num_rows: int) -> UnitOutcome:
     )
 
 
-def give_up_row(
-    run: str, epoch: int, window: int, unit: int, prepared_epoch: int, position: int, message: str
-) -> None:
+def give_up_row(run: str, epoch: int, window: int, unit: int, prepared_epoch: int, position: int, message: str) -> None:
     """Writes the error result of a row that kills its engine."""
     layout = _job(run)[0].layout
     prepared = read_prepared(layout.prepared_unit(window, prepared_epoch, unit)).slice(position, position + 1)
@@ -104,4 +102,4 @@ def commit_chunk(run: str, epoch: int, plan: WindowPlan, chunk: int) -> commit.C
 
 
 def clean_window(run: str, window: int) -> None:
-    commit.clean_window(_job(run)[0], window)
+    cleaning.clean_window(_job(run)[0], window)

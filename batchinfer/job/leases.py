@@ -25,6 +25,7 @@ class LeaseLimits:
     min_leases, min_leased_rows, max_leases   a worker gets units until it has both minima, or the maximum
     deaths_alone       engine deaths with one single row in flight after which that row is given up
     failed_starts      of a worker's engine in a row, then the worker is quarantined
+    lost_starts        times in a row that a worker was lost before its engine was ready, then the same
     fruitless_deaths   of a worker's engine in a row with no row finished in between, then the same; half of it
                        while other workers are healthy. It is more than a search among 512 suspects can need.
     """
@@ -34,6 +35,7 @@ class LeaseLimits:
     max_leases: int = 16
     deaths_alone: int = 2
     failed_starts: int = 3
+    lost_starts: int = 10
     fruitless_deaths: int = 32
 
 
@@ -52,6 +54,7 @@ class WorkerState:
     leases: dict[int, Lease] = field(default_factory=dict)
     probe: Probe | None = None
     failed_starts: int = 0
+    lost_starts: int = 0
     fruitless_deaths: int = 0
     reason: str = ""
     fatal: bool = False
@@ -161,7 +164,10 @@ class Leases:
             return
         self._take_back(worker)  # no row is blamed: workers are taken away for many reasons
         if worker.phase == "joined":
-            self._count_failed_start(name, worker, reason or "the worker was lost", False, out)
+            worker.lost_starts += 1
+            if worker.lost_starts >= self.limits.lost_starts:
+                often = f"it was lost {worker.lost_starts} times in a row before its engine was ready: "
+                self._quarantine(name, worker, often + reason, out)
         if worker.phase != "quarantined":
             worker.phase = "lost"
 
@@ -169,7 +175,7 @@ class Leases:
         worker = self.workers.setdefault(name, WorkerState())
         if worker.phase != "quarantined":
             self._take_back(worker)
-            worker.phase, worker.failed_starts = "ready", 0
+            worker.phase, worker.failed_starts, worker.lost_starts = "ready", 0, 0
 
     def engine_stopped(self, name: str, stopping: bool, out: list[Instruction]) -> None:
         worker = self.workers.get(name)

@@ -1,0 +1,358 @@
+"""The driver's loop: what happens in the world becomes events for `job.state`, its instructions are carried out.
+
+Decides nothing about work; knows how to ask for it: planning and commit steps are Dask tasks, leases are messages to
+engines. Everything arrives in one queue, so that the state machine is fed by one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from batchinfer.cluster import tasks
+from batchinfer.cluster.engine_plugin import TOPIC
+from batchinfer.cluster.outbox import Message, Outbox
+from batchinfer.cluster.progress import Progress, ProgressMeter
+from batchinfer.cluster.resume import load_usable_window
+from batchinfer.errors import BatchinferError, ConfigError
+from batchinfer.job import events as ev
+from batchinfer.job.events import Event, Instruction, Tally
+from batchinfer.job.ledger import ChunkSummary, WindowPlan
+from batchinfer.job.manifest import ResolvedJob
+from batchinfer.job.state import JobState
+
+_log = logging.getLogger("batchinfer.cluster")
+TICK_EVERY_S = 0.25
+_PRIORITY: Mapping[type, int] = {ev.PlanChunk: 0, ev.CutWindow: 5, ev.CleanWindow: 1}
+_COMMIT_PRIORITY = 10  # of everything else: what frees disk and makes progress durable goes first
+
+
+class Workers(Protocol):
+    """What starts workers (`cluster.local`)."""
+
+    def dead(self) -> Iterator[tuple[str, str]]: ...
+    def drop(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """A message from a worker or the scheduler."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskDone:
+    task: ev.Task
+    result: Any
+
+
+class Coordinator:
+    def __init__(
+        self,
+        *,
+        job: ResolvedJob,
+        run: str,
+        epoch: int,
+        state: JobState,
+        client: Any,
+        workers: Workers,
+        base: Tally,
+        names: list[str],
+        on_progress: Callable[[Progress], None],
+        lost_lock: Callable[[], bool],
+        retry_rows: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        """`base`: outcomes in parts that are out already. `retry_rows`: by chunk, where only some rows are run."""
+        self.job = job
+        self.run_path = run
+        self.epoch = epoch
+        self.state = state
+        self.client = client
+        self.workers = workers
+        self.on_progress = on_progress
+        self.lost_lock = lost_lock
+        self.retry_rows = retry_rows
+        self.inbox: queue.SimpleQueue[Event | _News | _TaskDone] = queue.SimpleQueue()
+        self.end: ev.EndJob | None = None
+        self.notes: list[str] = []
+        self.failed_by_class: dict[str, int] = {}
+        self._outbox = Outbox(client, self._undelivered)
+        self._addresses: dict[str, str] = {}
+        self._plans: dict[int, WindowPlan | None] = {}
+        self._summaries: dict[int, dict[int, ChunkSummary]] = {}
+        self._futures: dict[ev.Task, Any] = {}
+        self._serial = 0
+        self._engine_tokens: dict[str, tuple[int, int]] = {}
+        self._past_tokens = (0, 0)  # of engines that are gone
+        self._meter = ProgressMeter(job.name, job.num_rows, base, time.monotonic())
+        self._client_away_since: float | None = None
+        client.subscribe_topic(TOPIC, lambda event: self.inbox.put(_News(event[1])))
+        for name in names:
+            self.inbox.put(ev.WorkerJoined(name))
+
+    def stop(self, message: str) -> None:
+        """From any thread, or a signal handler."""
+        self.inbox.put(ev.StopRequested(message))
+
+    def run(self) -> ev.EndJob:
+        self._carry_out(self.state.start())
+        next_tick = time.monotonic()
+        while self.end is None:
+            try:
+                item = self.inbox.get(timeout=max(0.0, next_tick - time.monotonic()))
+            except queue.Empty:
+                next_tick = time.monotonic() + TICK_EVERY_S
+                self._tick()
+                continue
+            event = self._understand(item)
+            if event is not None:
+                self._feed(event)
+            if time.monotonic() > next_tick + 1.0:  # a flood of messages must not starve the clock
+                next_tick = time.monotonic() + TICK_EVERY_S
+                self._tick()
+        self._report()
+        return self.end
+
+    def _feed(self, event: Event) -> None:
+        self._carry_out(self.state.handle(event))
+
+    # The world's news --------------------------------------------------------------------------------------------
+
+    def _understand(self, item: Event | _News | _TaskDone) -> Event | None:
+        if isinstance(item, _TaskDone):
+            return self._task_done(item.task, item.result)
+        if not isinstance(item, _News):
+            return item
+        message = item.message
+        name = message["worker"]
+        match message["t"]:
+            case "joined":
+                self._addresses[name] = message["address"]
+                return None if name in self.state.leases.workers else ev.WorkerJoined(name)
+            case "left":
+                if self._addresses.get(name) != message["address"]:
+                    return None
+                del self._addresses[name]
+                self._forget_engine(name)
+                return ev.WorkerLost(name, "the worker left the cluster")
+            case "ready":
+                _log.info("the engine of worker %s is ready after %.1f s", name, message["load_s"])
+                return ev.EngineReady(name)
+            case "died":
+                _log.warning("the engine of worker %s died: %s", name, message["reason"])
+                self._forget_engine(name)
+                flight = tuple((lease, start, stop) for lease, start, stop in message["in_flight"])
+                return ev.EngineDied(name, message["reason"], flight, message["fatal"])
+            case "stopped":
+                self._forget_engine(name)
+                return ev.EngineStopped(name)
+            case "progress":
+                counts = {key: message[key] for key in Tally.__dataclass_fields__}
+                return ev.LeaseProgress(name, message["lease"], Tally(**counts))
+            case "done":
+                return ev.LeaseDone(name, message["lease"])
+            case "returned":
+                return ev.LeaseReturned(name, message["lease"], message["stop"])
+            case "stats":
+                prompt = message["computed_tokens"] + message["cached_tokens"] - message["generated_tokens"]
+                self._engine_tokens[name] = (max(prompt, 0), message["generated_tokens"])
+        return None
+
+    def _forget_engine(self, name: str) -> None:
+        prompt, completion = self._engine_tokens.pop(name, (0, 0))
+        self._past_tokens = (self._past_tokens[0] + prompt, self._past_tokens[1] + completion)
+
+    def _tick(self) -> None:
+        for name, reason in self.workers.dead():
+            self._addresses.pop(name, None)  # what the scheduler will say of it is late news
+            self._forget_engine(name)
+            if not self.state.stopping:
+                _log.warning("worker %s: %s; it is started again", name, reason)
+                self._feed(ev.WorkerLost(name, reason))
+                self._feed(ev.WorkerJoined(name))
+            else:
+                self._feed(ev.EngineStopped(name))
+        if self.lost_lock():
+            self._feed(ev.StopRequested("another driver has taken over this job"))
+        self._watch_client()
+        self._feed(ev.Tick(time.monotonic()))
+        self._report()
+
+    def _watch_client(self) -> None:
+        """Without the scheduler nothing goes on, and Dask's futures would only say "cancelled"."""
+        if self.client.status == "running":
+            self._client_away_since = None
+        elif self._client_away_since is None:
+            self._client_away_since = time.monotonic()
+        elif time.monotonic() - self._client_away_since > 30.0:
+            self._feed(ev.StopRequested("the connection to the Dask scheduler is lost"))
+
+    def _report(self) -> None:
+        states = self.state.leases.workers.values()
+        sums = [sum(pair[i] for pair in self._engine_tokens.values()) + self._past_tokens[i] for i in (0, 1)]
+        self.on_progress(
+            self._meter.measure(
+                time.monotonic(),
+                self.state.tally,
+                phase=self.state.phase,
+                prompt_tokens=sums[0],
+                completion_tokens=sums[1],
+                workers_ready=sum(worker.phase == "ready" for worker in states),
+                workers=len(states),
+                notes=tuple(self.notes),
+            )
+        )
+
+    # Instructions ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case ev.GrantLease():
+                    self._grant(instruction)
+                case ev.RevokeLease(worker, lease, half):
+                    self._send(worker, {"t": "revoke", "lease": lease, "half": half})
+                case ev.RestartEngine(worker):
+                    self._send(worker, {"t": "restart"})
+                case ev.StopEngine(worker):
+                    self._send(worker, {"t": "stop"})
+                case ev.Quarantine(worker, reason):
+                    _log.error("worker %s is not used any more: %s", worker, reason)
+                    self.notes.append(f"worker {worker} is not used any more: {reason}")
+                    self.workers.drop(worker)
+                    self._send(worker, {"t": "quarantine"})
+                case ev.EndJob():
+                    self.end = instruction
+                case _:
+                    self._start_task(instruction)
+
+    def _grant(self, grant: ev.GrantLease) -> None:
+        plan = self._plans[grant.piece.window]
+        assert plan is not None
+        piece = grant.piece
+        message = {
+            "t": "lease",
+            "lease": grant.lease,
+            "window": piece.window,
+            "unit": piece.unit,
+            "start": piece.start,
+            "stop": piece.stop,
+            "epoch": plan.epoch,
+        }
+        if grant.alone:
+            _log.info("looking for the row that kills engines: %d rows alone on %s", piece.num_rows, grant.worker)
+        self._send(grant.worker, message)
+
+    def _send(self, worker: str, message: Message) -> None:
+        address = self._addresses.get(worker)
+        if address is None:
+            self._undelivered(worker, message)
+        else:
+            self._outbox.send(worker, address, message)
+
+    def _undelivered(self, worker: str, message: Message) -> None:
+        if message["t"] == "lease":
+            self.inbox.put(ev.LeaseRefused(worker, message["lease"]))
+
+    # Tasks -------------------------------------------------------------------------------------------------------
+
+    def _start_task(self, task: ev.Task) -> None:
+        run, epoch = self.run_path, self.epoch
+        match task:
+            case ev.PlanChunk(window, chunk):
+                plan = self._found_plan(window)
+                if plan is not None:
+                    summary = plan.summary_of(chunk)
+                    self.inbox.put(ev.ChunkPlanned(window, chunk, summary.num_rows, summary.num_failed, fresh=False))
+                    return
+                rows = None if self.retry_rows is None else self.retry_rows[chunk]
+                self._submit(task, tasks.plan_chunk, run, epoch, window, chunk, rows)
+            case ev.CutWindow(window):
+                plan = self._plans[window]
+                if plan is not None:
+                    self.inbox.put(_TaskDone(task, plan))
+                    return
+                summaries = self._summaries.pop(window)
+                ordered = [summaries[chunk] for chunk in sorted(summaries)]
+                self._submit(task, tasks.cut_window, run, epoch, window, ordered)
+            case ev.FinishUnit(window, unit):
+                num_rows = next(u.num_rows for u in self._plan(window).units if u.unit == unit)
+                self._submit(task, tasks.finish_unit, run, window, unit, num_rows)
+            case ev.GiveUpRow(piece, message):
+                prepared = self._plan(piece.window).epoch
+                self._submit(
+                    task, tasks.give_up_row, run, epoch, piece.window, piece.unit, prepared, piece.start, message
+                )
+            case ev.CommitChunk(window, chunk):
+                self._submit(task, tasks.commit_chunk, run, epoch, self._plan(window), chunk)
+            case ev.CleanWindow(window):
+                self._submit(task, tasks.clean_window, run, window)
+
+    def _plan(self, window: int) -> WindowPlan:
+        plan = self._plans[window]
+        assert plan is not None, "a window without a plan"
+        return plan
+
+    def _found_plan(self, window: int) -> WindowPlan | None:
+        if window not in self._plans:
+            self._plans[window] = load_usable_window(self.job.layout, window)
+        return self._plans[window]
+
+    def _submit(self, task: ev.Task, function: Callable[..., Any], *args: Any) -> None:
+        self._serial += 1
+        key = f"{function.__name__}-{self.epoch}-{self._serial}"  # never equal to another: Dask would merge them
+        window = task.piece.window if isinstance(task, ev.GiveUpRow) else task.window
+        priority = _PRIORITY.get(type(task), _COMMIT_PRIORITY) - window / 1e6
+        future = self.client.submit(function, *args, key=key, pure=False, priority=priority)
+        self._futures[task] = future
+        future.add_done_callback(lambda done: self._collect(task, done))
+
+    def _collect(self, task: ev.Task, future: Any) -> None:
+        """In a thread of Dask's."""
+        try:
+            result = future.result()
+        except ConfigError as error:
+            self.inbox.put(ev.TaskFailed(task, str(error), fatal=True, refused=True))
+        except BatchinferError as error:
+            self.inbox.put(ev.TaskFailed(task, str(error), fatal=not isinstance(error, OSError)))
+        except BaseException as error:  # cancelled futures raise what is no Exception
+            what = f"{type(error).__name__}: {error}"
+            self.inbox.put(ev.TaskFailed(task, f"{task} failed: {what}"))
+            _log.warning("%s failed", task, exc_info=error)
+        else:
+            self.inbox.put(_TaskDone(task, result))
+
+    def _task_done(self, task: ev.Task, result: Any) -> Event:
+        self._futures.pop(task, None)  # the scheduler forgets the result
+        match task:
+            case ev.PlanChunk(window, chunk):
+                self._summaries.setdefault(window, {})[chunk] = result
+                return ev.ChunkPlanned(window, chunk, result.num_rows, result.num_failed)
+            case ev.CutWindow(window):
+                self._plans[window] = result
+                return ev.WindowCut(window, tuple(self._unit_info(result, unit) for unit in result.units))
+            case ev.FinishUnit(window, unit):
+                return ev.UnitFinished(window, unit, result.missing, result.tally)
+            case ev.GiveUpRow(piece, _):
+                return ev.RowGivenUp(piece)
+            case ev.CommitChunk(window, chunk):
+                self._count_failures(result.failed)
+                _log.info("part of chunk %d is out: %d rows, %d bytes", chunk, result.num_rows, result.num_bytes)
+                return ev.ChunkCommitted(window, chunk)
+            case ev.CleanWindow(window):
+                self._plans.pop(window, None)
+                return ev.WindowCleaned(window)
+
+    def _unit_info(self, plan: WindowPlan, unit: Any) -> ev.UnitInfo:
+        chunks = frozenset(chunk for chunk, _ in unit.chunks)
+        complete = self.job.layout.unit_results(plan.window, unit.unit).exists()
+        return ev.UnitInfo(unit.unit, unit.num_rows, unit.work, chunks, complete)
+
+    def _count_failures(self, failed: Mapping[str, int]) -> None:
+        for error_class, count in failed.items():
+            self.failed_by_class[error_class] = self.failed_by_class.get(error_class, 0) + count

@@ -1,0 +1,265 @@
+"""The whole of a run: from a checked job to parts on disk. Used by the command line and by the Python API.
+
+Order matters for the start: workers, and with them their engines, are started as soon as the job is frozen; Dask is
+imported and the scheduler comes up while the model loads. Nothing here prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from batchinfer.cluster.local import LocalWorkers
+from batchinfer.cluster.progress import Progress
+from batchinfer.cluster.resume import Committed, find_committed
+from batchinfer.errors import BatchinferError, ConfigError, FailureLimitReached, Interrupted
+from batchinfer.job.cleaning import clean_temporary
+from batchinfer.job.driver_lock import DriverLock, lock_store
+from batchinfer.job.manifest import ResolvedJob, freeze_job, move_aside, save_run
+from batchinfer.job.resolve import resolve_job
+from batchinfer.job.spec import JobSpec
+from batchinfer.job.state import JobState, Limits, WindowPlan
+from batchinfer.log import log_to_file
+
+_log = logging.getLogger("batchinfer.cluster")
+FINISHED_WITH_ERRORS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """How a job ended that ran to its end.
+
+    already_finished   it was finished before: nothing was run
+    failed             error rows by class
+    """
+
+    output: Path
+    num_rows: int
+    failed: Mapping[str, int]
+    prompt_tokens: int
+    completion_tokens: int
+    elapsed_s: float
+    already_finished: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failed.values())
+
+    @property
+    def exit_code(self) -> int:
+        return FINISHED_WITH_ERRORS if self.num_failed else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """What a run tells while it runs. `said` gets sentences, `progress` a few moments a second."""
+
+    said: Callable[[str], None] = lambda text: None
+    progress: Callable[[Progress], None] = lambda progress: None
+
+
+def run_job(spec: JobSpec, *, fresh: bool = False, extend: bool = False, listener: Listener | None = None) -> JobResult:
+    """Runs a job, or goes on with it. Raises Interrupted, FailureLimitReached, ConfigError, BatchinferError."""
+    listener = listener or Listener()
+    job = resolve_job(spec, extend=extend, ignore_existing=fresh)
+    store = lock_store(job.layout.output)
+    if fresh and job.layout.output.exists():
+        DriverLock.claim(store, on_wait=listener.said).release()  # refuses while somebody is at work there
+        aside = move_aside(job.layout)
+        if aside is not None:
+            listener.said(f"the old output was moved to {aside}")
+    with DriverLock.claim(store, on_wait=listener.said) as lock, log_to_file(job.layout.log):
+        lock.start_heartbeat()
+        job = freeze_job(job)
+        try:
+            return _run(job, lock, listener)
+        except BatchinferError as error:
+            _log.error("the run ends: %s", error)
+            raise
+        except BaseException:
+            _log.exception("the run ends by an unexpected error")
+            raise
+
+
+def _run(job: ResolvedJob, lock: DriverLock, listener: Listener) -> JobResult:
+    start = time.monotonic()
+    windows = job.windows()
+    committed = find_committed(job, windows)
+    plans = [WindowPlan(window.window, tuple(chunk.chunk for chunk in window.chunks)) for window in windows]
+    state = JobState(plans, committed=committed.chunks, limits=limits_of(job.spec))
+    if state.idle:
+        _log.info("nothing is left to do")
+        return _result(job, committed, {}, start, already=True)
+    clean_temporary(job)
+    run = str(save_run(job, lock.epoch))
+    _log.info("epoch %d: %d of %d rows are in parts that are out", lock.epoch, committed.tally.rows, job.num_rows)
+    progress = run_on_local_workers(job, run, lock, state, committed, listener)
+    # Counted from the parts themselves: what was published, not what was meant to be.
+    return _result(job, find_committed(job, windows), progress, start)
+
+
+def _result(
+    job: ResolvedJob, committed: Committed, notes: Mapping[str, Any], start: float, already: bool = False
+) -> JobResult:
+    if committed.tally.rows != job.num_rows:
+        raise BatchinferError(
+            f"{job.layout.output}: the parts hold {committed.tally.rows} rows and the input {job.num_rows}; "
+            "run `batchinfer verify` for their names"
+        )
+    return JobResult(
+        output=job.layout.output,
+        num_rows=committed.tally.rows,
+        failed=dict(committed.failed_by_class),
+        prompt_tokens=committed.tally.prompt_tokens,
+        completion_tokens=committed.tally.completion_tokens,
+        elapsed_s=time.monotonic() - start,
+        already_finished=already,
+        notes=tuple(notes.get("notes", ())),
+    )
+
+
+def limits_of(spec: JobSpec) -> Limits:
+    most = spec.failure.max_failed_rows
+    return Limits(max_failed_rows=None if most == "auto" else most)
+
+
+def fair_threads(num_workers: int) -> int:
+    """CPU threads of each engine, so that engines do not fight for cores."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1
+    return max(1, cores // num_workers)
+
+
+def run_on_local_workers(
+    job: ResolvedJob,
+    run: str,
+    lock: DriverLock,
+    state: JobState,
+    committed: Committed,
+    listener: Listener,
+    retry_rows: Mapping[int, tuple[int, ...]] | None = None,
+) -> dict[str, Any]:
+    """Runs until the job is done. Raises what ended it otherwise."""
+    num_workers = job.spec.cluster.workers
+    num_threads = job.spec.engine.num_threads or fair_threads(num_workers)
+    scratch = Path(tempfile.mkdtemp(prefix="batchinfer-dask-"))
+    log_folder = job.layout.state / "logs"
+    workers = LocalWorkers(
+        run=run,
+        epoch=lock.epoch,
+        num_workers=num_workers,
+        num_threads=num_threads,
+        log_folder=log_folder,
+        scratch=scratch,
+    )
+    signals = _Signals()
+    with signals:
+        workers.start()
+        try:
+            from batchinfer.cluster.dask_settings import apply_settings
+
+            apply_settings()
+            from distributed import Client, LocalCluster
+
+            from batchinfer.cluster.coordinator import Coordinator
+            from batchinfer.cluster.engine_plugin import EnginePlugin, SchedulerNews
+
+            cluster = LocalCluster(
+                n_workers=0,
+                threads_per_worker=1,
+                dashboard_address=None,
+                host="127.0.0.1",
+                silence_logs=logging.CRITICAL,
+            )
+            client = Client(cluster)
+            try:
+                coordinator = Coordinator(
+                    job=job,
+                    run=run,
+                    epoch=lock.epoch,
+                    state=state,
+                    client=client,
+                    workers=workers,
+                    base=committed.tally,
+                    names=workers.names,
+                    on_progress=listener.progress,
+                    lost_lock=lambda: lock.lost,
+                    retry_rows=retry_rows,
+                )
+                signals.tell(coordinator.stop)
+                client.register_plugin(SchedulerNews())
+                client.register_plugin(
+                    EnginePlugin(run=run, epoch=lock.epoch, num_threads=num_threads, log_folder=str(log_folder))
+                )
+                workers.connect(cluster.scheduler_address)
+                end = coordinator.run()
+            finally:
+                workers.close()
+                with contextlib.suppress(Exception):  # its workers are gone: it may complain, and need not be heard
+                    client.close(timeout=2)
+                    cluster.close(timeout=2)
+        finally:
+            workers.close()
+            shutil.rmtree(scratch, ignore_errors=True)
+    match end.outcome:
+        case "done":
+            return {"notes": coordinator.notes}
+        case "interrupted":
+            raise Interrupted(f"{end.message}; everything finished is kept, the same command goes on")
+        case "failure_limit":
+            raise FailureLimitReached(
+                f"{end.message} Look at the errors, mend the cause and run the same command again: it goes on."
+            )
+        case "refused":
+            raise ConfigError(end.message)
+        case _:
+            raise BatchinferError(f"{end.message}\nThe log: {job.layout.log}; the same command goes on.")
+
+
+class _Signals:
+    """SIGINT, SIGTERM and SIGHUP stop the run in order; the second one ends it at once (nothing durable is lost)."""
+
+    def __init__(self) -> None:
+        self._stop: Callable[[str], None] | None = None
+        self._early: str | None = None
+        self._count = 0
+        self._old: dict[int, Any] = {}
+
+    def tell(self, stop: Callable[[str], None]) -> None:
+        self._stop = stop
+        if self._early is not None:
+            stop(self._early)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            os._exit(Interrupted.exit_code)  # workers and engines end with this process
+        message = f"stopped by {signal.Signals(signum).name}"
+        if self._stop is None:
+            self._early = message
+        else:
+            self._stop(message)
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                self._old[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)
