@@ -6,12 +6,24 @@ drivers. Not for deciding when a chunk is ready (`job.state`).
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import batchinfer
+from batchinfer.data.fs import publish_file
+from batchinfer.data.parts import BrokenPart, read_footer, write_part
+from batchinfer.data.segments import read_chunk_results
+from batchinfer.errors import InputError, ResumeRefused
+from batchinfer.job.context import open_context
 from batchinfer.job.ledger import WindowPlan
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.windows import Chunk
+
+log = logging.getLogger("batchinfer.job")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +39,10 @@ class CommitSummary:
     num_bytes: int
     fresh: bool = True
 
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failed.values())
+
 
 def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int) -> CommitSummary:
     """Writes and publishes the chunk's part from the window's compacted units and plan segments.
@@ -35,19 +51,122 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
     written again. Raises InputError where the input changed since it was planned, BatchinferError naming the
     rows where a row has no result.
     """
-    raise NotImplementedError
+    found = part_summary(job, chunk)
+    if found is not None:
+        return found
+    layout = job.layout
+    target = layout.output / chunk.part
+    if target.exists():
+        move_broken_aside(job, target)
+    context = open_context(job)
+    planned = plan.summary_of(chunk.chunk)
+    paths = [layout.unit_results(plan.window, unit.unit) for unit in plan.units_of(chunk.chunk)]
+    if planned.num_failed:
+        paths.append(layout.plan_segment(plan.window, planned.epoch, chunk.chunk))
+    results = read_chunk_results(paths, chunk.chunk)
+    tmp = layout.temporary(chunk.part)
+    tmp.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        written = write_part(
+            tmp,
+            dataset=context.dataset,
+            file=chunk.file,
+            start=chunk.start,
+            stop=chunk.stop,
+            results=results,
+            layout=context.output,
+            footer=part_footer(job, chunk, epoch=epoch),
+            hash_columns=context.hash_columns,
+        )
+        check_content(job, chunk, planned.content_hash, written.input_hash)
+        won = publish_file(tmp, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            tmp.unlink()
+    summary = part_summary(job, chunk)
+    if summary is None:
+        raise BrokenPart(f"{target} was published and can't be read back; check the file system")
+    return replace(summary, fresh=won)
+
+
+def check_content(job: ResolvedJob, chunk: Chunk, planned: str, found: str) -> None:
+    """Raises InputError where the rows read at commit are not those that were planned."""
+    if planned != found:
+        raise InputError(
+            f"input file {job.file_name(chunk.file)}, rows {chunk.start} to {chunk.stop - 1}: the values changed "
+            "between planning and writing the output; results would stand beside other prompts. Restore the file and "
+            "run the same command again, or start over with --fresh"
+        )
+
+
+def part_footer(job: ResolvedJob, chunk: Chunk, *, epoch: int) -> dict[str, Any]:
+    """What made the part, in JSON values; `data.parts` adds rows, counts and hashes."""
+    return {
+        "format": 1,
+        "job": job.name,
+        "fingerprint": base_fingerprint(job),
+        "chunk": chunk.chunk,
+        "file": chunk.file,
+        "in_file": chunk.in_file,
+        "input_fingerprint": job.input["files"][chunk.file]["fingerprint"],
+        "settings": dict(job.semantic),
+        "engine": {
+            name: getattr(job.spec.engine, name)
+            for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "block_size")
+        },
+        "batchinfer": batchinfer.__version__,
+        "facts": {key: value for key, value in job.facts.items() if key != "chat_template"},
+        "epoch": epoch,
+        "retries": [],
+    }
 
 
 def part_summary(job: ResolvedJob, chunk: Chunk) -> CommitSummary | None:
-    """What the chunk's part says by its footer, or None where there is no good part of this job."""
-    raise NotImplementedError
+    """What the chunk's part says by its footer, or None where there is none or it is broken (which is logged).
+
+    Raises ResumeRefused where a complete part of another job has the name.
+    """
+    path = job.layout.output / chunk.part
+    if not path.exists():
+        return None
+    try:
+        footer = read_footer(path)
+        summary = _summary_of(footer, chunk, path)
+    except (BrokenPart, KeyError) as error:
+        log.warning("part %s is broken and will be written again: %s", path.name, error)
+        return None
+    wanted = (chunk.chunk, job.file_name(chunk.file), chunk.start, chunk.stop)
+    found = (footer["chunk"], footer["source_file"], footer["start"], footer["stop"])
+    if footer["fingerprint"] != base_fingerprint(job) or wanted != found:
+        raise ResumeRefused(
+            f"{path} was not written by this job (it holds rows {footer['start']} to {footer['stop'] - 1} of "
+            f"{footer['source_file']!r}, job {footer.get('job')!r}); move it away, or give another output.path"
+        )
+    return summary
 
 
-def clean_window(job: ResolvedJob, window: int) -> None:
-    """Deletes prepared files and segments of a window whose parts are all out. May be killed and run again."""
-    raise NotImplementedError
+def base_fingerprint(job: ResolvedJob) -> str:
+    """The fingerprint that parts carry: a retry's is that of the job it belongs to."""
+    return str(job.facts.get("base_fingerprint", job.fingerprint))
 
 
-def clean_temporary(job: ResolvedJob) -> int:
-    """Removes temporary files that dead processes left; returns how many."""
-    raise NotImplementedError
+def _summary_of(footer: Mapping[str, Any], chunk: Chunk, path: Path) -> CommitSummary:
+    return CommitSummary(
+        chunk=chunk.chunk,
+        num_rows=footer["num_rows"],
+        failed=footer["failed"],
+        prompt_tokens=footer["prompt_tokens"],
+        cached_tokens=footer["cached_tokens"],
+        completion_tokens=footer["completion_tokens"],
+        num_bytes=path.stat().st_size,
+        fresh=False,
+    )
+
+
+def move_broken_aside(job: ResolvedJob, path: Path) -> Path:
+    """A broken part is kept for a look, out of readers' sight, and its name is free again."""
+    target = job.layout.state / "broken" / job.layout.temporary(path.name).name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    path.rename(target)
+    log.warning("part %s is moved aside to %s", path.name, target)
+    return target

@@ -5,7 +5,7 @@
     OUT/_batchinfer/runs/e000001.json     the job as run under a driver's epoch
     OUT/_batchinfer/driver/               who drives (`job.driver_lock`)
     OUT/_batchinfer/windows/w0000.json    a planned window's units (`job.units`)
-    OUT/_batchinfer/prepared/w0000-e000001/{c000005,u00012}.arrow   prepared rows, by chunk and then by unit
+    OUT/_batchinfer/prepared/w0000-e000001/{c000005-<hash>,u00012}.arrow   prepared rows, by chunk, then by unit
     OUT/_batchinfer/segments/w0000/       results: engine segments, compacted units, errors found while planning
     OUT/_batchinfer/retries/r0001/        a retry: retry.json and windows/ prepared/ segments/ of its own
     OUT/_batchinfer/{status.json,log.txt,tmp/,input/}
@@ -92,8 +92,9 @@ class JobLayout:
     def prepared(self, window: int, epoch: int) -> Path:
         return self.work / "prepared" / f"w{window:04d}-e{epoch:06d}"
 
-    def prepared_chunk(self, window: int, epoch: int, chunk: int) -> Path:
-        return self.prepared(window, epoch) / f"c{chunk:06d}.arrow"
+    def prepared_chunk(self, window: int, epoch: int, chunk: int, content_hash: str) -> Path:
+        """Named by what was read, so that an attempt that read other values can't pass for this one."""
+        return self.prepared(window, epoch) / f"c{chunk:06d}-{content_hash[:12]}.arrow"
 
     def prepared_unit(self, window: int, epoch: int, unit: int) -> Path:
         return self.prepared(window, epoch) / f"u{unit:05d}.arrow"

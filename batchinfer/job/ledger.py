@@ -22,7 +22,7 @@ class ChunkSummary:
     num_rows        rows looked at: all of the chunk, or those that a retry names
     failed          how many rows got their error while planning, by error class
     prompt_tokens   sum over the rows that were prepared
-    content_hash    of the values of the columns read ("" in a retry); checked again at commit
+    content_hash    of the values of the columns that prompts are made of; checked again at commit
     epoch           of the driver whose prepared files hold it
     """
 

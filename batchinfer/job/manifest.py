@@ -6,9 +6,10 @@ Responsible for: the resolved job, its fingerprint, manifest.json (create-if-abs
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.config import EngineConfig
+from batchinfer.data.dataset import changes, new_files
 from batchinfer.data.fs import LocalStore
-from batchinfer.errors import ResumeRefused
+from batchinfer.errors import BatchinferError, ResumeRefused
 from batchinfer.job.layout import JobLayout
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.windows import FileShape, Window, cut_windows
+from batchinfer.text import apply_overrides
 from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
 from batchinfer.types.streams import row_key
 
@@ -37,6 +40,7 @@ class ResolvedJob:
     sources       where each value of `semantic` came from: user, generation_config, model, device, drawn, default
     input         description of the input dataset (`data.InputDataset.describe`), files in the manifest's order
     generations   one per file of `input`: 0 for the first submit's files, n for those of the nth --extend
+    text_bytes    one per file: estimated bytes of the columns that prompts are made of
     facts         recorded for people, not compared (versions of libraries, paths)
     overrides     a retry's changed settings: dotted key -> value, recorded in the parts that it replaces
     """
@@ -46,6 +50,7 @@ class ResolvedJob:
     sources: Mapping[str, str]
     input: Mapping[str, Any]
     generations: tuple[int, ...]
+    text_bytes: tuple[int, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     retry: int | None = None
@@ -84,12 +89,7 @@ class ResolvedJob:
 
     def sampling_of(self, params: str | None) -> SamplingParams:
         """Settings of a row from the `params` of its prepared record (JSON of what differs, or None)."""
-        if params is None:
-            return self.sampling
-        changed = json.loads(params)
-        if changed.get("logit_bias"):
-            changed["logit_bias"] = {int(token): bias for token, bias in changed["logit_bias"].items()}
-        return SamplingParams(**{**self.sampling_values(), **changed})
+        return self.sampling if params is None else apply_overrides(self.sampling, json.loads(params))
 
     def stream_key(self, file: int, row: int, row_seed: int | None = None) -> int:
         """Key of a row's random stream; a seed of the row's own replaces the job's."""
@@ -132,7 +132,18 @@ class ResolvedJob:
 
     def file_shapes(self) -> tuple[FileShape, ...]:
         """The input files as `job.windows` needs them."""
-        raise NotImplementedError
+        return tuple(
+            FileShape(
+                index=index,
+                num_rows=int(entry["num_rows"]),
+                num_bytes=int(entry["num_bytes"]),
+                text_bytes=text_bytes,
+                generation=generation,
+            )
+            for index, (entry, text_bytes, generation) in enumerate(
+                zip(self.input["files"], self.text_bytes, self.generations, strict=True)
+            )
+        )
 
     def windows(self) -> tuple[Window, ...]:
         """All windows of the job, always the same for the same input; takes milliseconds per 10,000 chunks."""
@@ -149,24 +160,178 @@ def freeze_job(job: ResolvedJob) -> ResolvedJob:
     Where the job extends a frozen one, the manifest is replaced. Raises ResumeRefused if another job was frozen
     there in the meantime.
     """
-    raise NotImplementedError
+    layout = job.layout
+    store = LocalStore(layout.output)
+    key = layout.key(layout.manifest)
+    data = job_to_json(replace(job, facts={**job.facts, "created": _now()}))
+    if store.put_if_absent(key, data):
+        return job
+    frozen = load_manifest(layout)
+    if frozen is None:
+        raise ResumeRefused(f"{layout.manifest} exists and can't be read; move the output aside with --fresh")
+    found = differences(frozen, job, extend=True)
+    if found:
+        raise refusal(layout, found)
+    if len(job.generations) != len(frozen.generations):
+        store.replace(key, job_to_json(replace(job, facts={**frozen.facts, "extended": _now()})))
+    return job
 
 
 def load_manifest(layout: JobLayout) -> ResolvedJob | None:
     """The job as frozen in an output folder, or None where there is none."""
-    raise NotImplementedError
+    data = LocalStore(layout.output).get(layout.key(layout.manifest))
+    if data is None:
+        return None
+    try:
+        return job_from_json(data)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ResumeRefused(
+            f"{layout.manifest} can't be read ({error}); it was written by another version of batchinfer or is "
+            "damaged. Use that version, or move the output aside with --fresh"
+        ) from error
+
+
+def differences(frozen: ResolvedJob, job: ResolvedJob, *, extend: bool) -> list[str]:
+    """What of `job` would not fit results made by `frozen`, one line each; empty if it can go on.
+
+    With `extend`, new files beside unchanged ones are no difference.
+    """
+    found = []
+    for key in sorted(frozen.semantic.keys() | job.semantic.keys()):
+        old, new = frozen.semantic.get(key), job.semantic.get(key)
+        if old != new:
+            found.append(f"{key}: {_short(old)} -> {_short(new)}")
+    added = new_files(frozen.input, job.input)
+    renamed = _renamed(frozen.input, job.input)
+    for text in changes(frozen.input, job.input):
+        if any(text.startswith((f"input file {old} is gone", f"new input file {new} (")) for old, new in renamed):
+            continue
+        if text.startswith("new input file ") and extend and added:
+            continue
+        found.append(text)
+    found += [f"input file {old} is now called {new}: rows are known by their file's name" for old, new in renamed]
+    return found
+
+
+def refusal(layout: JobLayout, found: Sequence[str]) -> ResumeRefused:
+    """The error that lists what changed, and says how to go on."""
+    only_new = all(text.startswith("new input file ") for text in found)
+    hint = (
+        "To run the new files too, use --extend."
+        if only_new
+        else "Undo the change to go on, or start over with --fresh (the old output is moved aside, not deleted), "
+        "or give another output.path."
+    )
+    lines = "\n  ".join(found)
+    return ResumeRefused(
+        f"{layout.output} holds results of this job, but the job has changed since it was first submitted:\n"
+        f"  {lines}\n{hint}"
+    )
+
+
+def _renamed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
+    before = {entry["name"]: entry for entry in old["files"]}
+    after = {entry["name"]: entry for entry in new["files"]}
+    free = {entry["fingerprint"]: name for name, entry in after.items() if name not in before}
+    return [
+        (name, free[entry["fingerprint"]])
+        for name, entry in before.items()
+        if name not in after and entry["fingerprint"] in free
+    ]
+
+
+def in_frozen_order(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:
+    """The job with the frozen numbering of files: old ones keep their numbers, new ones come after them.
+
+    Everything that was drawn or estimated at the first submit is taken from there.
+    """
+    position = {entry["name"]: index for index, entry in enumerate(frozen.input["files"])}
+    entries = list(zip(job.input["files"], job.text_bytes, strict=True))
+    old = sorted((pair for pair in entries if pair[0]["name"] in position), key=lambda pair: position[pair[0]["name"]])
+    new = [pair for pair in entries if pair[0]["name"] not in position]
+    generation = max(frozen.generations, default=0) + 1
+    files = [{**entry, "index": index} for index, (entry, _) in enumerate([*old, *new])]
+    # Sizes decide where windows are cut: the frozen ones hold, also where today's estimate is another.
+    for entry in files[: len(old)]:
+        entry["num_bytes"] = frozen.input["files"][position[entry["name"]]]["num_bytes"]
+    kept = [position[entry["name"]] for entry, _ in old]
+    return replace(
+        job,
+        input={**job.input, "files": files},
+        generations=tuple([frozen.generations[i] for i in kept] + [generation] * len(new)),
+        text_bytes=tuple([frozen.text_bytes[i] for i in kept] + [size for _, size in new]),
+    )
 
 
 def save_run(job: ResolvedJob, epoch: int) -> Path:
     """Writes the job as it is run under a driver's epoch, for its workers."""
-    raise NotImplementedError
+    path = job.layout.run(epoch)
+    LocalStore(job.layout.output).replace(job.layout.key(path), job_to_json(job))
+    return path
 
 
+@functools.lru_cache(maxsize=4)
 def load_run(path: str | Path) -> ResolvedJob:
     """Reads what `save_run` wrote; the last few are kept in memory."""
-    raise NotImplementedError
+    path = Path(path)
+    data = LocalStore(path.parent).get(path.name, wait_s=10.0)
+    if data is None:
+        raise BatchinferError(f"{path}: no such file; the driver writes it before it starts workers")
+    return job_from_json(data)
 
 
 def move_aside(layout: JobLayout) -> Path | None:
     """--fresh: renames the output folder to a free name beside it, which is returned (None: there was none)."""
-    raise NotImplementedError
+    output = layout.output
+    if not output.exists():
+        return None
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count():
+        target = output.with_name(f"{output.name}.before-{stamp}" + (f"-{number}" if number else ""))
+        if not target.exists():
+            output.rename(target)
+            return target
+    raise AssertionError("unreachable")
+
+
+def job_to_json(job: ResolvedJob) -> bytes:
+    data = {
+        "format": MANIFEST_FORMAT,
+        "spec": job.spec.model_dump(mode="json"),
+        "semantic": dict(job.semantic),
+        "sources": dict(job.sources),
+        "fingerprint": job.fingerprint,
+        "input": dict(job.input),
+        "generations": list(job.generations),
+        "text_bytes": list(job.text_bytes),
+        "facts": dict(job.facts),
+        "overrides": dict(job.overrides),
+        "retry": job.retry,
+    }
+    return json.dumps(data, indent=1, ensure_ascii=True).encode()
+
+
+def job_from_json(data: bytes) -> ResolvedJob:
+    raw = json.loads(data)
+    if raw["format"] != MANIFEST_FORMAT:
+        raise ValueError(f"format {raw['format']}, this version reads {MANIFEST_FORMAT}")
+    return ResolvedJob(
+        spec=JobSpec.model_validate_json(json.dumps(raw["spec"])),
+        semantic=raw["semantic"],
+        sources=raw["sources"],
+        input=raw["input"],
+        generations=tuple(raw["generations"]),
+        text_bytes=tuple(raw["text_bytes"]),
+        facts=raw["facts"],
+        overrides=raw["overrides"],
+        retry=raw["retry"],
+    )
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -6,16 +6,249 @@ frozen job, that one is compared with and kept (`job.manifest`).
 
 from __future__ import annotations
 
-from batchinfer.job.manifest import ResolvedJob
+import hashlib
+import importlib.metadata
+import json
+import platform
+import secrets
+from dataclasses import fields, replace
+from datetime import datetime
+from typing import Any
+
+import batchinfer
+from batchinfer.data.dataset import InputDataset, open_dataset
+from batchinfer.data.fs import check_output_path
+from batchinfer.errors import ConfigError, InputError
+from batchinfer.job.context import JobContext, make_context
+from batchinfer.job.layout import JobLayout
+from batchinfer.job.manifest import ResolvedJob, differences, in_frozen_order, load_manifest, refusal
 from batchinfer.job.spec import JobSpec
+from batchinfer.modelfiles import ModelFiles, open_model
+from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
+
+# Taken from generation_config only where it says do_sample: greedy models carry values there that they never use.
+_SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p")
+_PENALTIES = ("repetition_penalty",)
+_SAMPLE_ROWS = 64
 
 
-def resolve_job(spec: JobSpec, *, extend: bool = False, ignore_existing: bool = False) -> ResolvedJob:
+def resolve_job(
+    spec: JobSpec,
+    *,
+    extend: bool = False,
+    ignore_existing: bool = False,
+    instruction_level: str | None = None,
+    cache_dir: str | None = None,
+) -> ResolvedJob:
     """Resolves a job; checks model, input columns, template and output columns without loading or writing.
 
     Where the output folder has a manifest: takes what is frozen there (the drawn seed, the order of files) and
     raises ResumeRefused with every difference in semantic settings, output columns or input. Files added beside
     unchanged ones are accepted with `extend`. `ignore_existing` (--fresh) looks at no manifest.
+
+    instruction_level   of the machines that will run the engines (batchinfer_kernels.determinism): fixes the bytes
+    cache_dir           where indexes of JSON Lines files are kept; None scans them and keeps nothing
+
     Raises ConfigError, InputError or ModelError where the job can't run.
     """
-    raise NotImplementedError
+    layout = JobLayout(check_output_path(spec.output.path))
+    frozen = None if ignore_existing else load_manifest(layout)
+    if extend and frozen is None:
+        raise ConfigError(f"--extend: {layout.output} holds no job to extend; submit without it")
+    files = open_model(spec.model.path, revision=spec.model.revision, tokenizer=spec.model.tokenizer)
+    dataset = open_dataset(
+        spec.input.path,
+        format=spec.input.format,
+        limit=spec.input.limit,
+        storage_options=spec.input.storage_options,
+        cache_dir=cache_dir,
+    )
+    semantic, sources = _resolve_values(spec, files, instruction_level)
+    if frozen is not None and (spec.sampling.seed is None or spec.sampling.seed == frozen.seed):
+        semantic["seed"], sources["seed"] = frozen.semantic["seed"], frozen.sources["seed"]
+    if frozen is not None:
+        semantic["input.now"] = frozen.semantic["input.now"]
+    job = ResolvedJob(
+        spec=spec,
+        semantic=json.loads(json.dumps(semantic)),
+        sources=sources,
+        input=dataset.describe(),
+        generations=(0,) * len(dataset.files),
+        text_bytes=(0,) * len(dataset.files),
+        facts=_facts(spec, files),
+    )
+    context = make_context(job, files, dataset)
+    check_columns(job, context)
+    template = context.renderer.chat_template
+    semantic["model.chat_template_hash"] = None if template is None else _hash(template.source)
+    sources["model.chat_template_hash"] = sources["input.chat_template"]
+    job = replace(
+        job,
+        semantic=json.loads(json.dumps(semantic)),
+        text_bytes=_text_bytes(dataset, context.hash_columns),
+        facts={**job.facts, "chat_template": None if template is None else template.source},
+    )
+    if frozen is not None:
+        found = differences(frozen, job, extend=extend)
+        if found:
+            raise refusal(layout, found)
+        job = in_frozen_order(frozen, job)
+    return job
+
+
+def _resolve_values(
+    spec: JobSpec, files: ModelFiles, instruction_level: str | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def put(key: str, value: Any, source: str) -> None:
+        values[key], sources[key] = value, source
+
+    put("model.hash", files.model_hash(), "model")
+    put("model.tokenizer_hash", files.tokenizer_hash(), "model")
+    put("model.eos_token_ids", sorted(files.eos_token_ids), "model")
+    if spec.model.dtype == "auto":
+        put("model.dtype", "float32", "device")
+    else:
+        put("model.dtype", spec.model.dtype, "user")
+    for key in ("quantization", "kv_cache_dtype"):
+        value = getattr(spec.model, key)
+        put(f"model.{key}", value, "default" if value == "auto" else "user")
+    for name in ("prompt", "prompt_column", "messages_column", "messages", "tools_column", "chat_template_kwargs"):
+        put(f"input.{name}", getattr(spec.input, name), "user")
+    put("input.control_tokens", spec.input.control_tokens, _written(spec.input, "control_tokens"))
+    put("input.sampling_columns", dict(spec.input.sampling_columns), "user")
+    put("input.chat_template", spec.input.chat_template, "user" if spec.input.chat_template else "model")
+    put("input.now", datetime.now().astimezone().isoformat(timespec="seconds"), "drawn")
+    sampling = resolve_sampling(spec, files)
+    for name, (value, source) in sampling.items():
+        put(f"sampling.{name}", value, source)
+    if spec.sampling.seed is None:
+        put("seed", secrets.randbelow(2**63), "drawn")
+    else:
+        put("seed", spec.sampling.seed, "user")
+    put(*_max_model_len(spec, files))
+    put("engine.device", "cpu", _written(spec.engine, "device"))
+    put("engine.split_size", spec.engine.split_size, _written(spec.engine, "split_size"))
+    put("engine.deterministic", spec.engine.deterministic, _written(spec.engine, "deterministic"))
+    put("engine.tensor_parallel_size", spec.engine.tensor_parallel_size, _written(spec.engine, "tensor_parallel_size"))
+    put("engine.instruction_level", instruction_level, "device")
+    put("versions.batchinfer", batchinfer.__version__, "default")
+    put("versions.torch", _version("torch"), "default")
+    put("output.columns", spec.output.columns, _written(spec.output, "columns"))
+    put("output.prefix", spec.output.prefix, _written(spec.output, "prefix"))
+    put("output.token_ids", spec.output.token_ids, _written(spec.output, "token_ids"))
+    return values, sources
+
+
+def resolve_sampling(spec: JobSpec, files: ModelFiles) -> dict[str, tuple[Any, str]]:
+    """Each sampling setting (but seed) and where it came from.
+
+    The user's value, else the model's generation_config (temperature, top_p, top_k and min_p only where it says
+    do_sample: true; repetition_penalty always), else the neutral value. Unset temperature is 0: greedy.
+    """
+    given = spec.sampling.given()
+    suggested = files.generation_config
+    neutral = {field.name: field.default for field in fields(SamplingParams)} | {"temperature": 0.0}
+    names = _PENALTIES + (_SAMPLING_ONLY if suggested.get("do_sample") is True else ())
+    found: dict[str, tuple[Any, str]] = {}
+    for name in SAMPLING_FIELDS:
+        if name == "seed":
+            continue
+        if name in given:
+            found[name] = (given[name], "user")
+        elif name in names and suggested.get(name) is not None:
+            found[name] = (suggested[name], "generation_config")
+        elif name == "temperature" and suggested.get("do_sample") is True:
+            found[name] = (1.0, "generation_config")  # what do_sample without a temperature means
+        else:
+            found[name] = (neutral[name], "default")
+    stop = found["stop"][0]
+    found["stop"] = ([stop] if isinstance(stop, str) else list(stop), found["stop"][1])
+    try:
+        SamplingParams(**{name: value for name, (value, _) in found.items()})
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} (from the model's generation_config); give the setting in the job's sampling section"
+        ) from None
+    vocab = files.config.get("vocab_size")
+    if isinstance(vocab, int):
+        for name in ("stop_token_ids", "logit_bias"):
+            beyond = [token for token in found[name][0] or () if int(token) >= vocab]
+            if beyond:
+                raise ConfigError(f"sampling.{name}: token {beyond[0]} is not in the model's vocabulary of {vocab}")
+    return found
+
+
+def _max_model_len(spec: JobSpec, files: ModelFiles) -> tuple[str, int, str]:
+    limit = files.max_model_len
+    wanted = spec.engine.max_model_len
+    if wanted is None:
+        return "engine.max_model_len", limit, "model"
+    if wanted > limit:
+        raise ConfigError(
+            f"engine.max_model_len is {wanted}, but the model {files.name} has {limit} positions; give at most {limit}"
+        )
+    return "engine.max_model_len", wanted, "user"
+
+
+def check_columns(job: ResolvedJob, context: JobContext) -> None:
+    """The columns that prompts come from are of types that can work: said before the start, not row by row."""
+    spec, dataset = job.spec.input, context.dataset
+    if spec.id_column is not None:
+        dataset.check_columns([spec.id_column])
+    types = {field.name: str(field.type) for field in dataset.schema}
+    mixed = {name for file in dataset.files for name in file.mixed}
+    for key, column, words in (
+        ("prompt_column", spec.prompt_column, ("string", "null")),
+        ("messages_column", spec.messages_column, ("list", "string", "null")),
+        ("tools_column", spec.tools_column, ("list", "string", "null")),
+    ):
+        if column is not None and column not in mixed and not any(word in types[column] for word in words):
+            where = ", ".join(file.name for file in dataset.files[:3])
+            raise InputError(
+                f"input.{key}: column {column!r} is {types[column]} in {where}; it must hold "
+                f"{'text' if key == 'prompt_column' else 'lists of structs'}"
+            )
+
+
+def _text_bytes(dataset: InputDataset, columns: tuple[str, ...]) -> tuple[int, ...]:
+    """Estimates how many bytes of each file the prompts' columns are, from the first rows of a few files."""
+    share = 1.0
+    whole = part = 0
+    for file in [f for f in dataset.files if f.num_rows][:4]:
+        for batch in dataset.read(file.index, 0, min(file.num_rows, _SAMPLE_ROWS)):
+            whole += batch.table.nbytes
+            part += batch.table.select(list(columns)).nbytes if columns else 0
+            break
+    if whole:
+        # Twice the sample's share: later rows may be longer than the first.
+        share = min(1.0, 2.0 * part / whole)
+    return tuple(int(file.num_bytes * share) for file in dataset.files)
+
+
+def _facts(spec: JobSpec, files: ModelFiles) -> dict[str, Any]:
+    libraries = ("tokenizers", "jinja2", "numpy", "pyarrow")
+    return {
+        "model": files.name,
+        "model_path": spec.model.path,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "libraries": {name: _version(name) for name in libraries},
+    }
+
+
+def _written(section: Any, key: str) -> str:
+    return "user" if key in section.model_fields_set else "default"
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -78,8 +78,10 @@ class InputSpec(_Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     tools_column: str | None = None
     sampling_columns: dict[str, str] = Field(default_factory=dict, description="per-row settings: {max_tokens: col}")
-    control_tokens: Literal["text", "parse"] = Field(
-        "text", description="control tokens written in a row's own text: plain text, or parsed as control tokens"
+    control_tokens: Literal["auto", "text", "parse"] = Field(
+        "auto",
+        description="control tokens that a row's own text spells: text, parsed as control tokens, or (auto) text "
+        "unless the column holds the whole prompt",
     )
 
 

@@ -1,16 +1,26 @@
 """Cutting a window's prepared rows into units along prefix edges.
 
-Rows are sorted by token ids, so that rows sharing a prefix stand together, and cut where neighbours share least.
-A pure function of the rows: never of the worker count. Earlier units are larger, the last ones small, so that
-workers end at about the same time.
+Rows are sorted by token ids, so that rows sharing a prefix stand together, and cut where neighbours share least
+(`job.token_order`). A pure function of the rows: never of the worker count. Earlier units are larger, the last
+ones small, so that workers end at about the same time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Sequence
 
-from batchinfer.job.ledger import ChunkSummary, WindowPlan
+import numpy as np
+
+from batchinfer.data.prepared import PreparedRows, read_prepared, write_prepared
+from batchinfer.job.ledger import ChunkSummary, Unit, WindowPlan, publish_window
 from batchinfer.job.manifest import ResolvedJob
+from batchinfer.job.token_order import Ints, RaggedTokens, cut_positions, neighbour_lcp, sort_rows
+from batchinfer.types.request import SamplingParams
+
+# What a row is taken to generate when its max_tokens allows more: only the size of units depends on it.
+ASSUMED_OUTPUT_TOKENS = 256
 
 
 def cut_units(job: ResolvedJob, window: int, chunks: Sequence[ChunkSummary], *, epoch: int) -> WindowPlan:
@@ -19,4 +29,76 @@ def cut_units(job: ResolvedJob, window: int, chunks: Sequence[ChunkSummary], *, 
     Writes `layout.prepared_unit(...)` files, then windows/<w>.json create-if-absent, then deletes the chunks' prepared
     files. Returns the plan that holds: another driver's if it was first (its prepared files are then the ones to use).
     """
-    raise NotImplementedError
+    layout = job.layout
+    paths = [layout.prepared_chunk(window, epoch, chunk.chunk, chunk.content_hash) for chunk in chunks]
+    rows = PreparedRows.concat([read_prepared(path) for path in paths])
+    tokens = RaggedTokens(rows.tokens, rows.offsets)
+    order = sort_rows(tokens)
+    lcp = neighbour_lcp(tokens, order)
+    lengths = tokens.lengths[order]
+    output = output_tokens(job, rows)[order]
+    starts = cut_positions(lcp, lengths, output)
+    stops = [*starts[1:].tolist(), len(rows)] if len(starts) else []
+    units = []
+    for number, (start, stop) in enumerate(zip(starts.tolist(), stops, strict=True)):
+        members = rows.take(order[start:stop])
+        write_prepared(layout.prepared_unit(window, epoch, number), members)
+        # The first row of a unit shares nothing inside it.
+        computed = int((lengths[start:stop] - lcp[start:stop]).sum() + lcp[start])
+        owners, counts = np.unique(members.chunks, return_counts=True)
+        units.append(
+            Unit(
+                unit=number,
+                num_rows=stop - start,
+                prompt_tokens=int(lengths[start:stop].sum()),
+                computed_tokens=computed,
+                work=computed + int(output[start:stop].sum()),
+                chunks=tuple(zip(owners.tolist(), counts.tolist(), strict=True)),
+            )
+        )
+    plan = publish_window(
+        layout,
+        WindowPlan(
+            window=window,
+            epoch=epoch,
+            chunks=tuple(chunks),
+            units=tuple(units),
+            prompt_tokens=int(lengths.sum()),
+            shared_tokens=int(lcp.sum()),
+            duplicate_rows=num_duplicates(lcp, lengths),
+        ),
+    )
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+    return plan
+
+
+def num_duplicates(lcp: Ints, lengths: Ints) -> int:
+    """Rows whose whole prompt equals that of the row before, in token order."""
+    if len(lcp) < 2:
+        return 0
+    return int(np.count_nonzero((lcp[1:] == lengths[1:]) & (lengths[1:] == lengths[:-1])))
+
+
+def output_tokens(job: ResolvedJob, rows: PreparedRows) -> Ints:
+    """[n]: tokens that each row is taken to generate: its max_tokens, at most 256 a sample."""
+    found = np.full(len(rows), _assumed(job.sampling), dtype=np.int64)
+    if rows.params is not None:
+        known: dict[str, int] = {}
+        for i, params in enumerate(rows.params_list()):
+            if params is not None:
+                if params not in known:
+                    known[params] = _assumed(job.sampling_of(params))
+                found[i] = known[params]
+    return found
+
+
+def _assumed(sampling: SamplingParams) -> int:
+    limit = ASSUMED_OUTPUT_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+    return min(limit, ASSUMED_OUTPUT_TOKENS) * sampling.n
+
+
+def row_params(changed: dict[str, object]) -> str | None:
+    """A row's own sampling settings as they stand in prepared records: equal settings give equal text."""
+    return json.dumps(changed, sort_keys=True, separators=(",", ":")) if changed else None

@@ -1,0 +1,72 @@
+"""Deleting what is no longer needed: windows whose parts are out, and what dead processes left behind.
+
+Every step may be killed and run again. A window's plan goes first, by a rename, so that never a plan without its
+results is found; whatever that leaves is taken up at the driver's next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import time
+
+from batchinfer.job.layout import JobLayout
+
+FOREIGN_TEMPORARY_AGE_S = 24 * 3600.0
+_DONE = re.compile(r"w(\d+)\.done")
+_TEMPORARY = re.compile(r"(?P<host>[A-Za-z0-9-]+)~(?P<pid>\d+)~\d+~.+")
+
+
+def clean_window(layout: JobLayout, window: int) -> None:
+    """Deletes plan, prepared files and segments of a window whose parts are all out."""
+    plan = layout.window(window)
+    done = plan.with_suffix(".done")
+    with contextlib.suppress(FileNotFoundError):
+        plan.rename(done)
+    for folder in (layout.work / "prepared").glob(f"w{window:04d}-e*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(layout.segments(window), ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        done.unlink()
+
+
+def clean_leftovers(layout: JobLayout) -> int:
+    """What dead processes left: half-cleaned windows and temporary files. To be called by the driver as it starts.
+
+    Of this host's processes, temporary files of the dead are removed; of other hosts' those that are a day old.
+    Returns how many files and windows.
+    """
+    removed = 0
+    windows = layout.work / "windows"
+    if windows.is_dir():
+        for path in windows.iterdir():
+            if match := _DONE.fullmatch(path.name):
+                clean_window(layout, int(match[1]))
+                removed += 1
+    folder = layout.state / "tmp"
+    if folder.is_dir():
+        for path in folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if _is_left_over(path.name, time.time() - path.stat().st_mtime):
+                    path.unlink()
+                    removed += 1
+    return removed
+
+
+def _is_left_over(name: str, age_s: float) -> bool:
+    match = _TEMPORARY.fullmatch(name)
+    if match is None:
+        return False
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
+    if match["host"] != host:
+        return age_s > FOREIGN_TEMPORARY_AGE_S
+    try:
+        os.kill(int(match["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

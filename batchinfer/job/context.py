@@ -1,0 +1,91 @@
+"""A job's opened things in one process: tokenizer, prompt renderer, input dataset, output layout.
+
+Built once per process and job, since planning and commit tasks of one job run one after the other. Not for
+deciding anything: all of it follows from the ResolvedJob.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.data.dataset import InputDataset
+from batchinfer.data.layout import OutputLayout, output_schema
+from batchinfer.job.manifest import ResolvedJob
+from batchinfer.modelfiles import ModelFiles, open_model
+from batchinfer.text import PromptRenderer, PromptSpec, SamplingColumns, Tokenizer, load_tokenizer
+
+_KEPT = 2
+_lock = threading.RLock()
+_open: OrderedDict[tuple[Any, ...], JobContext] = OrderedDict()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """See the module. `hash_columns` are those whose values the content hash covers: what prompts are made of."""
+
+    dataset: InputDataset
+    output: OutputLayout
+    tokenizer: Tokenizer
+    renderer: PromptRenderer
+    sampling: SamplingColumns
+    hash_columns: tuple[str, ...]
+
+
+def open_context(job: ResolvedJob) -> JobContext:
+    """The job's context, built at the first call in this process."""
+    key = (str(job.layout.output), job.fingerprint, job.spec.model.path, str(job.spec.input), len(job.generations))
+    with _lock:
+        context = _open.pop(key, None)
+        if context is None:
+            spec = job.spec.model
+            files = open_model(spec.path, revision=spec.revision, tokenizer=spec.tokenizer)
+            dataset = InputDataset.from_description(job.input, storage_options=job.spec.input.storage_options)
+            context = make_context(job, files, dataset)
+        _open[key] = context
+        while len(_open) > _KEPT:
+            _open.popitem(last=False)
+        return context
+
+
+def make_context(job: ResolvedJob, files: ModelFiles, dataset: InputDataset) -> JobContext:
+    """Raises ConfigError, ModelError or InputError where template, columns or output names can't work."""
+    tokenizer = load_tokenizer(files.tokenizer)
+    renderer = PromptRenderer(prompt_spec(job), tokenizer, files.chat_templates)
+    sampling = SamplingColumns(job.semantic["input.sampling_columns"], job.sampling)
+    columns = tuple(dict.fromkeys([*renderer.columns(dataset.schema.names), *sampling.columns()]))
+    dataset.check_columns(columns)
+    output = output_schema(
+        dataset.schema,
+        job.semantic["output.columns"],
+        job.semantic["output.prefix"],
+        lists=job.sampling.n > 1 or "n" in job.semantic["input.sampling_columns"],
+        token_ids=job.semantic["output.token_ids"],
+        logprobs=job.sampling.logprobs is not None,
+    )
+    return JobContext(
+        dataset=dataset,
+        output=output,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        sampling=sampling,
+        hash_columns=columns,
+    )
+
+
+def prompt_spec(job: ResolvedJob) -> PromptSpec:
+    """How rows become prompts, from the frozen settings."""
+    frozen = job.semantic
+    return PromptSpec(
+        template=frozen["input.prompt"],
+        prompt_column=frozen["input.prompt_column"],
+        messages_column=frozen["input.messages_column"],
+        messages=frozen["input.messages"],
+        chat_template=frozen["input.chat_template"],
+        chat_template_kwargs=frozen["input.chat_template_kwargs"],
+        tools_column=frozen["input.tools_column"],
+        control_tokens=frozen["input.control_tokens"],
+        now=frozen["input.now"],
+    )
