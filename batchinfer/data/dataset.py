@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import base64
 import logging
-import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,16 +17,18 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.data import arrow, jsonl, parquet
-from batchinfer.data.schema import conform, unite
+from batchinfer.data.cursors import Cursor, keep_cursor, take_cursor
+from batchinfer.data.rows import RowBatch, check_text, in_schema
+from batchinfer.data.schema import unite
 from batchinfer.data.sources import Source, find_sources
 from batchinfer.errors import InputError
-from batchinfer.types.rows import ErrorClass, RowError
+
+__all__ = ["InputDataset", "InputFile", "RowBatch", "changes", "new_files", "open_dataset"]
 
 log = logging.getLogger("batchinfer.data")
 
 MAX_BATCH_ROWS = 8_192
 MAX_BATCH_BYTES = 64 << 20
-MAX_CURSORS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,44 +56,6 @@ class InputFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowBatch:
-    """Consecutive rows of one file, in the united schema (or the columns asked for, in the order asked for).
-
-    errors: by row index in the file. Values that such a row lost are null.
-    """
-
-    start: int
-    table: pa.RecordBatch
-    errors: Mapping[int, RowError] = field(default_factory=dict)
-
-    @property
-    def stop(self) -> int:
-        return self.start + int(self.table.num_rows)
-
-    def to_rows(self) -> list[dict[str, Any]]:
-        """Native Python values, one dict a row: lists stay lists, null is None, nothing goes through pandas."""
-        columns = [_to_python(self.table.column(i)) for i in range(self.table.num_columns)]
-        names = self.table.schema.names
-        if not columns:
-            return [{} for _ in range(self.table.num_rows)]
-        return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-
-
-def _to_python(array: pa.Array) -> list[Any]:
-    try:
-        return array.to_pylist()  # type: ignore[no-any-return]
-    except (ValueError, OverflowError):  # times finer or farther than Python's: as ISO text
-        return [_scalar_to_python(value) for value in array]
-
-
-def _scalar_to_python(value: pa.Scalar) -> Any:
-    try:
-        return value.as_py()
-    except (ValueError, OverflowError):
-        return str(value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InputDataset:
     """An opened input. Picklable; open files are cached per process, not here."""
 
@@ -109,6 +71,17 @@ class InputDataset:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+    def column_bytes(self, columns: Sequence[str]) -> tuple[int, ...]:
+        """Uncompressed bytes of some columns in each file, estimated: from a Parquet footer, else in proportion."""
+        sizes = []
+        for file in self.files:
+            if file.format == "parquet":
+                sizes.append(parquet.column_bytes(file.uri, self.storage_options, columns))
+            else:
+                share = len(set(columns)) / max(1, len(self.schema))
+                sizes.append(file.num_bytes if share >= 1 else int(file.num_bytes * max(0.5, share)))
+        return tuple(sizes)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """InputError that names missing columns and lists those that are there."""
@@ -134,8 +107,14 @@ class InputDataset:
             self.check_columns(wanted)
         schema = self.schema if wanted is None else pa.schema([self.schema.field(name) for name in wanted])
         row = start
-        cursor = _take_cursor(self, source, wanted, start)
+        key = (source.uri, source.fingerprint, wanted, self.schema)
+        # A file that can't be sought is read on from any earlier place.
+        cursor = take_cursor(key, start, farthest_back=start if source.compression else 0)
+        if cursor is None:
+            cursor = Cursor(key, start, _open_batches(self, source, wanted, start))
         try:
+            while cursor.row < start and cursor.next(start) is not None:
+                pass
             while row < stop:
                 batch = cursor.next(stop)
                 if batch is None:
@@ -144,10 +123,10 @@ class InputDataset:
                         "planned: it changed; restore it, or start over with --fresh"
                     )
                 row = batch.stop
-                yield _finish(batch, schema)
+                yield in_schema(batch, schema)
         except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
             raise InputError(f"input file {source.name} can't be read at row {row}: {error}") from error
-        _keep_cursor(cursor)
+        keep_cursor(cursor)
 
     def describe(self) -> dict[str, Any]:
         """What the manifest keeps, as JSON values. `columns` is for people, `schema` for `from_description`."""
@@ -241,7 +220,8 @@ def _inspect(
     index: int, source: Source, options: Mapping[str, Any], limit: int | None, cache_dir: str | None
 ) -> tuple[InputFile, pa.Schema]:
     name, uri = source.name, source.uri
-    seek_index, mixed = "", ()
+    seek_index = ""
+    mixed: tuple[str, ...] = ()
     if source.format == "parquet":
         schema, num_rows, num_bytes, fingerprint = parquet.inspect_parquet(name, uri, options)
     elif source.format == "arrow":
@@ -263,59 +243,6 @@ def _inspect(
         mixed=mixed,
     )
     return file, schema
-
-
-class _Cursor:
-    """An open reader of one file at some row. Kept after a read, so that the next slice goes on without a seek:
-    a row group of a million rows is then decoded once, not once a slice, and a .gz is unpacked once."""
-
-    def __init__(self, dataset: InputDataset, file: InputFile, columns: tuple[str, ...] | None, row: int) -> None:
-        self.key = (file.uri, file.fingerprint, columns)
-        self.row = row
-        self._rest: RowBatch | None = None
-        self._batches = _open_batches(dataset, file, columns, row)
-
-    def next(self, stop: int) -> RowBatch | None:
-        """The next rows before `stop`, or None at the end of the file."""
-        batch = self._rest if self._rest is not None else next(self._batches, None)
-        if batch is None:
-            return None
-        self._rest = None
-        if batch.stop > stop:
-            self._rest = _slice(batch, stop, batch.stop)
-            batch = _slice(batch, batch.start, stop)
-        self.row = batch.stop
-        return batch
-
-    def skip_to(self, row: int) -> bool:
-        while self.row < row:
-            if self.next(row) is None:
-                return False
-        return True
-
-
-_cursors: OrderedDict[int, _Cursor] = OrderedDict()
-_cursors_lock = threading.Lock()
-
-
-def _take_cursor(dataset: InputDataset, file: InputFile, columns: tuple[str, ...] | None, row: int) -> _Cursor:
-    key = (file.uri, file.fingerprint, columns)
-    with _cursors_lock:
-        fitting = [n for n, cursor in _cursors.items() if cursor.key == key and cursor.row == row]
-        found = _cursors.pop(fitting[-1]) if fitting else None
-    return found if found is not None else _Cursor(dataset, file, columns, row)
-
-
-def _keep_cursor(cursor: _Cursor) -> None:
-    with _cursors_lock:
-        _cursors[id(cursor)] = cursor
-        while len(_cursors) > MAX_CURSORS:
-            _cursors.popitem(last=False)
-
-
-def _slice(batch: RowBatch, start: int, stop: int) -> RowBatch:
-    errors = {row: error for row, error in batch.errors.items() if start <= row < stop}
-    return RowBatch(start=start, table=batch.table.slice(start - batch.start, stop - start), errors=errors)
 
 
 def _open_batches(
@@ -342,80 +269,5 @@ def _open_batches(
     else:
         batches = parquet.iter_parquet(file.uri, options, row, columns, *limits)
     for start, table in batches:
-        table, errors = _check_text(start, table)
+        table, errors = check_text(start, table)
         yield RowBatch(start=start, table=table, errors=errors)
-
-
-def _finish(batch: RowBatch, schema: pa.Schema) -> RowBatch:
-    """The batch in the united schema."""
-    errors = dict(batch.errors)
-    names = batch.table.schema.names
-    arrays = []
-    for target in schema:
-        if target.name in names:
-            array = batch.table.column(names.index(target.name))
-            arrays.append(_conform_column(array, target, batch.start, errors))
-        else:
-            arrays.append(pa.nulls(batch.table.num_rows, target.type))
-    if not arrays:
-        table = batch.table.select([])
-    else:
-        table = pa.RecordBatch.from_arrays(arrays, schema=schema)
-    return RowBatch(start=batch.start, table=table, errors=errors)
-
-
-def _conform_column(array: pa.Array, target: pa.Field, start: int, errors: dict[int, RowError]) -> pa.Array:
-    try:
-        return conform(array, target.type)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        pass
-    pieces = []
-    for i in range(len(array)):
-        try:
-            pieces.append(conform(array.slice(i, 1), target.type))
-        except pa.ArrowInvalid as error:
-            pieces.append(pa.nulls(1, target.type))
-            message = f"column {target.name!r} can't be kept as {target.type}: {error}"
-            errors.setdefault(start + i, RowError(ErrorClass.INVALID_ROW, message))
-    return pa.concat_arrays(pieces)
-
-
-def _check_text(start: int, table: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, RowError]]:
-    """Text columns may hold bytes that are no UTF-8 (written unchecked): such a value is repaired with U+FFFD, or
-    null where it is nested, and its row gets an error. Otherwise it would fail much later, when the part is written
-    or read."""
-    try:
-        table.validate(full=True)
-        return table, {}
-    except pa.ArrowInvalid:
-        pass
-    errors: dict[int, RowError] = {}
-    arrays = []
-    for field, array in zip(table.schema, table.columns, strict=True):
-        try:
-            array.validate(full=True)
-        except pa.ArrowInvalid:
-            array = _repair(field, array, start, errors)
-        arrays.append(array)
-    return pa.RecordBatch.from_arrays(arrays, schema=table.schema), errors
-
-
-def _repair(field: pa.Field, array: pa.Array, start: int, errors: dict[int, RowError]) -> pa.Array:
-    pieces = []
-    for i in range(len(array)):
-        piece = array.slice(i, 1)
-        try:
-            piece.validate(full=True)
-            if pa.types.is_dictionary(field.type):
-                piece = piece.dictionary_decode()
-                piece.validate(full=True)
-        except pa.ArrowInvalid:
-            errors[start + i] = RowError(ErrorClass.INVALID_ROW, f"column {field.name!r} holds text that is not UTF-8")
-            if pa.types.is_string(piece.type) or pa.types.is_large_string(piece.type):
-                raw = piece.cast(pa.large_binary())[0].as_py()
-                piece = pa.array([raw.decode("utf-8", "replace")], piece.type)
-            else:
-                piece = pa.nulls(1, piece.type)
-        pieces.append(piece)
-    repaired = pa.concat_arrays(pieces)
-    return repaired.dictionary_encode().cast(field.type) if pa.types.is_dictionary(field.type) else repaired

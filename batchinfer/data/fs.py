@@ -15,11 +15,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Protocol, TypeVar, runtime_checkable
+from typing import IO, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from batchinfer.errors import BatchinferError, ConfigError
 
 T = TypeVar("T")
+Keys: TypeAlias = list[str]  # inside a store, `list` is a method
 
 TMP_PREFIX = ".tmp-"
 RETRIED = frozenset({errno.ESTALE, errno.EINTR, errno.EAGAIN})
@@ -40,7 +41,7 @@ class Store(Protocol):
     def get(self, key: str, *, wait_s: float = 0.0) -> bytes | None:
         """The bytes, or None when absent; `wait_s` waits for a key that another machine has just written."""
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "") -> Keys:
         """Sorted keys that start with `prefix`, without hidden and temporary files."""
 
     def delete(self, key: str) -> None:
@@ -248,23 +249,19 @@ class LocalStore:
                     return None
             # A listing of the folder makes NFS clients ask the server again.
             with contextlib.suppress(OSError):
-                os.listdir(path.parent)
+                next(path.parent.iterdir(), None)
             time.sleep(0.1)
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "") -> Keys:
         folder, _, start = prefix.rpartition("/")
         base = self.path(folder) if folder else self.root
-        keys: list[str] = []
+        keys: Keys = []
         self._walk(base, folder + "/" if folder else "", start, keys)
         return sorted(keys)
 
-    def _walk(self, folder: Path, key: str, start: str, keys: list[str]) -> None:
-        def scan() -> list[tuple[str, bool]]:
-            with os.scandir(folder) as entries:
-                return [(entry.name, entry.is_dir()) for entry in entries]
-
+    def _walk(self, folder: Path, key: str, start: str, keys: Keys) -> None:
         try:
-            entries = retrying(scan)
+            entries = retrying(lambda: [(path.name, path.is_dir()) for path in folder.iterdir()])
         except (FileNotFoundError, NotADirectoryError):
             return
         for name, is_dir in entries:

@@ -8,6 +8,7 @@ unless the reader stands there already (see `dataset._Cursor`).
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -34,6 +35,8 @@ BOM = b"\xef\xbb\xbf"
 MARK_ROWS = 1_024
 MARK_BYTES = 4 << 20
 READ_BYTES = 1 << 20
+SCAN_ROWS = 2_048
+SCAN_BYTES = 8 << 20
 WRONG_ENCODING_SHARE = 0.2
 _OTHER_ENCODINGS = (
     (b"\xff\xfe\x00\x00", "UTF-32"),
@@ -120,19 +123,24 @@ def _load_index(path: Path, fingerprint: str) -> JsonlFacts | None:
     )
 
 
-def _open_lines(uri: str, compression: str, options: Mapping[str, Any]) -> IO[bytes]:
-    raw = open_bytes(uri, options)
-    if compression == "gzip":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), READ_BYTES)
-    if compression == "zstd":
-        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd"), READ_BYTES)  # type: ignore[return-value]
-    return io.BufferedReader(raw, READ_BYTES)  # type: ignore[arg-type, return-value, type-var]
+@contextlib.contextmanager
+def _open_lines(uri: str, compression: str, options: Mapping[str, Any]) -> Iterator[IO[bytes]]:
+    with open_bytes(uri, options) as raw:
+        unpacked: Any = raw
+        if compression == "gzip":
+            unpacked = gzip.GzipFile(fileobj=raw)
+        elif compression == "zstd":
+            unpacked = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
+        with io.BufferedReader(unpacked, READ_BYTES) as lines:
+            yield lines
 
 
 def _scan(
     name: str, uri: str, compression: str, options: Mapping[str, Any], limit: int | None, fingerprint: str
 ) -> JsonlFacts:
     shape = Shape()
+    records: list[dict[str, Any]] = []
+    records_bytes = 0
     marks: list[tuple[int, int]] = []
     row = offset = good = broken_utf8 = foreign_utf8 = 0
     first_broken, last_mark, first_problem = -1, 0, ""
@@ -155,14 +163,20 @@ def _scan(
             if isinstance(record, dict):
                 good += 1
                 foreign_utf8 += not line.isascii()
-                shape.add_fields(record)
+                records.append(record)
+                records_bytes += len(line)
+                if len(records) == SCAN_ROWS or records_bytes >= SCAN_BYTES:
+                    shape.add_records(records)
+                    records, records_bytes = [], 0
             else:
                 first_problem = first_problem or record
                 bad_at = _first_bad_byte(line)
                 if bad_at >= 0:
                     broken_utf8 += 1
                     first_broken = start + bad_at if first_broken < 0 else first_broken
-    if broken_utf8 >= max(2, WRONG_ENCODING_SHARE * row) and not foreign_utf8 or 0 < broken_utf8 == row:
+    shape.add_records(records)
+    mostly_broken = broken_utf8 >= max(2, WRONG_ENCODING_SHARE * row) and not foreign_utf8
+    if mostly_broken or 0 < broken_utf8 == row:
         raise InputError(
             f"input file {name} is not UTF-8: byte offset {first_broken} (and {broken_utf8} of {row} lines) does not "
             "decode, no other line has valid non-ASCII text; it looks like Latin-1 or Windows-1252. Convert it, for "
@@ -190,10 +204,8 @@ def _scan(
 
 
 def _refuse_encoding(name: str, line: bytes) -> None:
-    for mark, encoding in _OTHER_ENCODINGS:
-        if line.startswith(mark):
-            break
-    else:
+    encoding = next((known for mark, known in _OTHER_ENCODINGS if line.startswith(mark)), "")
+    if not encoding:
         if b"\0" not in line[:4]:
             return
         encoding = "UTF-16 or UTF-32"
@@ -245,7 +257,8 @@ def iter_jsonl(
     """
     row, offset = _seek_mark(index_path, start) if not compression else (0, 0)
     with _open_lines(uri, compression, options) as lines:
-        lines.seek(offset) if offset else None
+        if offset:
+            lines.seek(offset)
         records: list[dict[str, Any] | str] = []
         size, first = 0, offset == 0
         for line in lines:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 MAX_EXACT_FLOAT = 1 << 53
 DOMINANT = 0.9
@@ -26,6 +27,16 @@ _NAMES = {
     "list": "a list",
     "dict": "an object",
 }
+
+
+_ARROW_KINDS = (
+    (str, pa.types.is_string),
+    (int, pa.types.is_integer),
+    (float, pa.types.is_floating),
+    (bool, pa.types.is_boolean),
+    (list, pa.types.is_list),
+    (dict, pa.types.is_struct),
+)
 
 
 class Shape:
@@ -58,6 +69,34 @@ class Shape:
                 item.add(entry)
         elif kind is dict:
             self.add_fields(value)
+
+    def add_records(self, records: Sequence[dict[str, Any]]) -> None:
+        """Many objects at once, through Arrow's own inference where they all agree."""
+        try:
+            array = pa.array(records)
+        except (pa.ArrowException, OverflowError):
+            for record in records:
+                self.add_fields(record)
+        else:
+            if pa.types.is_struct(array.type):
+                self._add_array(array)
+
+    def _add_array(self, array: pa.Array) -> None:
+        kind = array.type
+        count = len(array) - array.null_count
+        if not count or pa.types.is_null(kind):
+            return
+        own = next(python for python, test in _ARROW_KINDS if test(kind))
+        self.counts[own] = self.counts.get(own, 0) + count
+        if own is int:
+            seen = pc.min_max(array)
+            self.low, self.high = min(self.low, seen["min"].as_py()), max(self.high, seen["max"].as_py())
+        elif own is list:
+            self.item = self.item or Shape()
+            self.item._add_array(array.flatten())
+        elif own is dict:
+            for i, child in enumerate(array.flatten()):
+                self.fields.setdefault(kind.field(i).name, Shape())._add_array(child)
 
     def add_fields(self, record: dict[str, Any]) -> None:
         fields = self.fields
@@ -154,13 +193,12 @@ def _coerce(value: Any, kind: pa.DataType, path: str, found: list[str]) -> Any:
         return [_coerce(entry, kind.value_type, path + "[]", found) for entry in value]
     if t.is_struct(kind) and isinstance(value, dict):
         return {f.name: _coerce(value.get(f.name), f.type, f"{path}.{f.name}", found) for f in kind}
-    if isinstance(value, bool) == bool(t.is_boolean(kind)) and isinstance(value, (int, float)):
-        if not (t.is_floating(kind) and isinstance(value, int) and abs(value) > MAX_EXACT_FLOAT):
-            try:
-                pa.scalar(value, kind)
-                return value
-            except (pa.ArrowException, OverflowError, ValueError):
-                pass
+    if _is_plain_number(value, kind):
+        try:
+            pa.scalar(value, kind)
+            return value
+        except (pa.ArrowException, OverflowError, ValueError):
+            pass
     found.append(_wrong(value, kind, path))
     return None
 
@@ -170,3 +208,11 @@ def _wrong(value: Any, kind: pa.DataType, path: str) -> str:
     shown = shown if len(shown) <= 40 else shown[:40] + "…"
     where = f" at {path.lstrip('.')}" if path else ""
     return f"{_NAMES[type(value).__name__]}{where} ({shown}) where other rows make the type {kind}"
+
+
+def _is_plain_number(value: Any, kind: pa.DataType) -> bool:
+    """A number or boolean that Python and Arrow agree about: no bool as number, no integer that a float would round."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) != pa.types.is_boolean(kind):
+        return False
+    rounded = pa.types.is_floating(kind) and isinstance(value, int) and abs(value) > MAX_EXACT_FLOAT
+    return not rounded

@@ -43,6 +43,13 @@ def inspect_parquet(name: str, uri: str, options: Mapping[str, Any]) -> tuple[pa
     return schema, metadata.num_rows, num_bytes, fingerprint
 
 
+def column_bytes(uri: str, options: Mapping[str, Any], columns: Sequence[str]) -> int:
+    """Uncompressed bytes of the columns, by the footer."""
+    with open_bytes(uri, options) as file:
+        metadata = pq.read_metadata(file)
+    return sum(_group_bytes(metadata.row_group(i), columns) for i in range(metadata.num_row_groups))
+
+
 def iter_parquet(
     uri: str,
     options: Mapping[str, Any],
@@ -70,14 +77,18 @@ def iter_parquet(
 
 
 def _batch_rows(group: Any, columns: Sequence[str] | None, max_rows: int, max_bytes: int) -> int:
-    size = 0
+    return max(1, min(max_rows, int(max_bytes / max(1, _group_bytes(group, columns) / group.num_rows))))
+
+
+def _group_bytes(group: Any, columns: Sequence[str] | None) -> int:
     wanted = None if columns is None else set(columns)
+    size = 0
     for i in range(group.num_columns):
         column = group.column(i)
         path = column.path_in_schema
         if wanted is None or path in wanted or path.split(".", 1)[0] in wanted:
             size += column.total_uncompressed_size
-    return max(1, min(max_rows, int(max_bytes / max(1, size / group.num_rows))))
+    return size
 
 
 def _stream_group(

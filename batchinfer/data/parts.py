@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.data.dataset import InputDataset, RowBatch
+from batchinfer.data.dataset import InputDataset
 from batchinfer.data.fs import retrying
 from batchinfer.data.layout import ERROR_TYPE, OutputLayout
+from batchinfer.data.rows import RowBatch
 from batchinfer.data.schema import conform
 from batchinfer.data.segments import RESULT_SCHEMA
 from batchinfer.data.values import ValueHasher

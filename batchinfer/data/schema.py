@@ -172,7 +172,7 @@ def _as_decimal(a: pa.DataType) -> pa.DataType | None:
 
 def _unite_times(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     def finer() -> str:
-        return max(a.unit, b.unit, key=_UNITS.index)
+        return _UNITS[max(_UNITS.index(a.unit), _UNITS.index(b.unit))]
 
     if t.is_timestamp(a) and t.is_timestamp(b) and a.tz == b.tz:
         return pa.timestamp(finer(), a.tz)

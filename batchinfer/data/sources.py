@@ -58,10 +58,10 @@ def find_sources(path: str, format: str, storage_options: Mapping[str, Any]) -> 
         raise InputError(f"input.format is {format!r}; it must be one of {', '.join(FORMATS)}")
     if not path.strip():
         raise InputError("input.path is empty; name a file, a folder, a glob, a URL or a dataset")
-    base, _, split = path.partition("::")
-    if "://" in base and not base.startswith("file://"):
-        found = _find_remote(base, storage_options)
+    if "://" in path and not path.startswith("file://"):
+        found = _find_remote(path, storage_options)
     else:
+        base, _, split = path.partition("::")
         local = base.removeprefix("file://")
         if Path(local).is_dir() and (Path(local) / "dataset_dict.json").exists():
             return _find_saved_split(Path(local), split)
@@ -84,7 +84,7 @@ def _find_local(path: str) -> list[tuple[str, str]]:
     if glob.has_magic(path):
         fixed = _fixed_part(path)
         found = []
-        for hit in sorted(glob.glob(path, recursive=True)):
+        for hit in sorted(glob.glob(path, recursive=True)):  # noqa: PTH207  # patterns may be absolute
             name = os.path.relpath(hit, fixed or ".").replace(os.sep, "/")
             if Path(hit).is_file() and not _ignored(name):
                 found.append((name, str(Path(hit).absolute())))
@@ -92,7 +92,7 @@ def _find_local(path: str) -> list[tuple[str, str]]:
             raise InputError(f"input.path {path!r} matches no file (looked from {Path.cwd()})")
         return found
     parent = root.parent
-    near = f"; {parent} holds {_some(sorted(os.listdir(parent)))}" if parent.is_dir() else ""
+    near = f"; {parent} holds {_some(sorted(path.name for path in parent.iterdir()))}" if parent.is_dir() else ""
     raise InputError(f"input.path {path!r}: no such file or folder (looked from {Path.cwd()}){near}")
 
 
@@ -102,7 +102,7 @@ def _walk(root: Path) -> list[str]:
         dirs[:] = [d for d in dirs if not _ignored(d)]
         for file in files:
             if not _ignored(file):
-                names.append(os.path.relpath(os.path.join(folder, file), root).replace(os.sep, "/"))
+                names.append((Path(folder) / file).relative_to(root).as_posix())
     return sorted(names)
 
 
@@ -165,7 +165,7 @@ def _typed(path: str, found: Sequence[tuple[str, str]], format: str) -> list[Sou
             if stem.endswith(ending):
                 stem, compression = stem.removesuffix(ending), kind
                 break
-        by_name = EXTENSIONS.get(os.path.splitext(stem)[1])
+        by_name = EXTENSIONS.get(Path(stem).suffix)
         if format != "auto" and by_name != format and len(found) == 1:
             by_name = format  # type: ignore[assignment]  # the user says what a single file is
         if by_name is None or format not in ("auto", by_name) or (compression and by_name != "jsonl"):
@@ -219,7 +219,7 @@ def _find_saved_split(folder: Path, split: str) -> list[Source]:
 
 
 def _looks_like_hub_id(path: str) -> bool:
-    ending = os.path.splitext(path)[1].lower()
+    ending = Path(path).suffix.lower()
     known = ending in EXTENSIONS or ending in COMPRESSIONS
     return bool(_HUB_ID.fullmatch(path)) and not known and not Path(path.split("/")[0]).exists()
 
@@ -253,7 +253,7 @@ def is_local(uri: str) -> bool:
 def open_bytes(uri: str, storage_options: Mapping[str, Any]) -> IO[bytes]:
     """A seekable binary file (as far as the file system can seek)."""
     if is_local(uri):
-        return retrying(lambda: open(uri, "rb"))  # noqa: SIM115, PTH123
+        return retrying(lambda: open(uri, "rb"))  # noqa: PTH123
     import fsspec
 
     return fsspec.open(uri, "rb", **storage_options).open()  # type: ignore[no-any-return]

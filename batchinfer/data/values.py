@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -47,20 +49,20 @@ class _Node:
         kind = array.type
         if len(array) == 0:
             return
-        self.validity.update(_numpy(array.is_valid().cast(pa.uint8())))
+        self.validity.update(_numpy(array.is_valid().cast(pa.uint8())).data)
         if pa.types.is_null(kind):
             return
         if array.null_count:
             array = array.drop_null()
         if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind):
             offsets = _offsets(array, np.int64)
-            self.lengths.update(np.diff(offsets))
+            self.lengths.update(np.diff(offsets).data)
             data = array.buffers()[2]
             if data is not None:
                 self.data.update(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
         elif pa.types.is_string(kind) or pa.types.is_binary(kind):
             offsets = _offsets(array, np.int32)
-            self.lengths.update(np.diff(offsets).astype(np.int64))
+            self.lengths.update(np.diff(offsets).astype(np.int64).data)
             data = array.buffers()[2]
             if data is not None:
                 self.data.update(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
@@ -70,16 +72,16 @@ class _Node:
         elif pa.types.is_fixed_size_list(kind):
             self.child("item").update(array.flatten())
         elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            self.lengths.update(_numpy(pc.list_value_length(array)).astype(np.int64))
+            self.lengths.update(_numpy(pc.list_value_length(array)).astype(np.int64).data)
             self.child("item").update(array.flatten())
         elif pa.types.is_map(kind):
             offsets = _offsets(array, np.int32)
-            self.lengths.update(np.diff(offsets).astype(np.int64))
+            self.lengths.update(np.diff(offsets).astype(np.int64).data)
             start, count = int(offsets[0]), int(offsets[-1] - offsets[0])
             self.child("key").update(array.keys.slice(start, count))
             self.child("value").update(array.items.slice(start, count))
         elif pa.types.is_boolean(kind):
-            self.data.update(_numpy(array.cast(pa.uint8())))
+            self.data.update(_numpy(array.cast(pa.uint8())).data)
         elif kind.bit_width % 8 == 0 and array.buffers()[1] is not None:
             width = kind.bit_width // 8
             data = memoryview(array.buffers()[1])
@@ -106,11 +108,11 @@ def _plain(array: pa.Array) -> pa.Array:
     return array
 
 
-def _numpy(array: pa.Array) -> np.ndarray:
-    return array.to_numpy(zero_copy_only=False)
+def _numpy(array: pa.Array) -> npt.NDArray[Any]:
+    return np.ascontiguousarray(array.to_numpy(zero_copy_only=False))
 
 
-def _offsets(array: pa.Array, dtype: type) -> np.ndarray:
+def _offsets(array: pa.Array, dtype: type) -> npt.NDArray[Any]:
     buffer = array.buffers()[1]
     if buffer is None or buffer.size == 0:
         return np.zeros(len(array) + 1, dtype)
