@@ -26,6 +26,7 @@ from batchinfer.errors import ModelError
 from batchinfer.text.control_tokens import ControlTokens, without_control_tokens
 from batchinfer.text.gguf_tokenizer import build_gguf_tokenizer
 from batchinfer.text.token_bytes import TokenBytes, token_bytes
+from batchinfer.text.word_cache import WordEncoder, encode_all
 
 if TYPE_CHECKING:
     from batchinfer.modelfiles.files import TokenizerFiles
@@ -194,8 +195,14 @@ class Tokenizer:
 class _LibraryBackend:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._words = WordEncoder.of(tokenizer)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._words is not None:
+            return encode_all(self._words, texts, self._encode_by_library)
+        return self._encode_by_library(texts)
+
+    def _encode_by_library(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def control(self) -> ControlTokens:
