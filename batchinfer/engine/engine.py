@@ -19,8 +19,7 @@ from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.runner.base import ModelRunner
 from batchinfer.scheduling import Scheduler, Sequence, Status
-from batchinfer.text import Tokenizer
-from batchinfer.text.stop_strings import SequenceDecoder
+from batchinfer.text import SequenceDecoder, Tokenizer
 from batchinfer.types.request import CompletionOutput, Request, RequestOutput
 from batchinfer.types.rows import RowError
 from batchinfer.types.streams import sample_key

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 from batchinfer.config import EngineConfig
 from batchinfer.engine.build import load_engine
 from batchinfer.errors import ConfigError
+from batchinfer.text import PromptRenderer, PromptSpec, prepare_rows
 from batchinfer.types.request import Request, RequestOutput, SamplingParams
 from batchinfer.types.rows import ErrorClass, RowError
 from batchinfer.types.streams import row_key
@@ -118,12 +119,44 @@ class LLM:
         Raises ConfigError on arguments that make no sense together, EngineError when the model fails as a whole.
         """
         listed = _as_list(prompts)
+        sampling = self._sampling_of(sampling_params, len(listed))
         texts = [_text_of(prompt) for prompt in listed]
-        ids: list[Sequence[int] | RowError] = []
-        encoded = iter(self._encode([text for text in texts if text is not None]))
-        for prompt, text in zip(listed, texts, strict=True):
-            ids.append(next(encoded) if text is not None else _ids_of(prompt))
-        return self._run(ids, texts, self._sampling_of(sampling_params, len(listed)))
+        rows = [{"prompt": text} for text in texts if text is not None]
+        prepared = iter(self._prepare(PromptSpec(prompt_column="prompt"), rows))
+        ids = [
+            next(prepared) if text is not None else _ids_of(prompt) for prompt, text in zip(listed, texts, strict=True)
+        ]
+        return self._run(ids, texts, sampling)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or a list of them; results, errors and defaults as with `generate`.
+
+        A conversation is a list of {"role": ..., "content": ...}. `chat_template` is the name of one of the model's
+        templates or a template's text. Control tokens that are spelled in a message's text stay text.
+        """
+        conversations: list[Any] = list(messages)
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [conversations]
+        sampling = self._sampling_of(sampling_params, len(conversations))
+        spec = PromptSpec(
+            messages_column="messages",
+            chat_template=chat_template,
+            chat_template_kwargs={"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})},
+            tools_column="tools" if tools else None,
+        )
+        shared = {"tools": list(tools)} if tools else {}
+        rows = [{"messages": conversation, **shared} for conversation in conversations]
+        return self._run(self._prepare(spec, rows), [None] * len(rows), sampling)
 
     def stats(self) -> dict[str, float]:
         """Counts and times since this LLM was built (see EngineStats)."""
@@ -154,10 +187,16 @@ class LLM:
 
     # ---------------------------------------------------------------- parts
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        tokenizer = self.engine.tokenizer
+    def _prepare(self, spec: PromptSpec, rows: Sequence[Mapping[str, Any]]) -> list[Sequence[int] | RowError]:
+        engine = self.engine
+        tokenizer, model = engine.tokenizer, engine.model
         assert tokenizer is not None
-        return tokenizer.encode_batch(texts, add_special_tokens=True, allow_special=True)
+        assert model is not None
+        if not rows:
+            return []
+        renderer = PromptRenderer(spec, tokenizer, model.chat_templates)
+        prepared = prepare_rows(renderer, tokenizer, rows, max_model_len=engine.max_model_len)
+        return [row if isinstance(row, RowError) else row.token_ids for row in prepared]
 
     def _sampling_of(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None:
@@ -249,7 +288,7 @@ def _text_of(prompt: Any) -> str | None:
 
 def _ids_of(prompt: Any) -> list[int] | RowError:
     """Token ids of a prompt that is no text. What is neither is this prompt's error, not the call's."""
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+    ids: Any = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
     if hasattr(ids, "tolist"):  # an array or a tensor
         ids = ids.tolist()
     if isinstance(ids, Sequence) and not isinstance(ids, (str, bytes)):
