@@ -24,7 +24,7 @@ from batchinfer.cluster.local import LocalWorkers
 from batchinfer.cluster.progress import Progress
 from batchinfer.cluster.resume import Committed, find_committed
 from batchinfer.errors import BatchinferError, ConfigError, FailureLimitReached, Interrupted
-from batchinfer.job.cleaning import clean_temporary
+from batchinfer.job.cleaning import clean_leftovers
 from batchinfer.job.driver_lock import DriverLock, lock_store
 from batchinfer.job.manifest import ResolvedJob, freeze_job, move_aside, save_run
 from batchinfer.job.resolve import resolve_job
@@ -102,7 +102,7 @@ def _run(job: ResolvedJob, lock: DriverLock, listener: Listener) -> JobResult:
     if state.idle:
         _log.info("nothing is left to do")
         return _result(job, committed, {}, start, already=True)
-    clean_temporary(job)
+    clean_leftovers(job.layout)
     run = str(save_run(job, lock.epoch))
     _log.info("epoch %d: %d of %d rows are in parts that are out", lock.epoch, committed.tally.rows, job.num_rows)
     progress = run_on_local_workers(job, run, lock, state, committed, listener)

@@ -102,4 +102,4 @@ def commit_chunk(run: str, epoch: int, plan: WindowPlan, chunk: int) -> commit.C
 
 
 def clean_window(run: str, window: int) -> None:
-    cleaning.clean_window(_job(run)[0], window)
+    cleaning.clean_window(_job(run)[0].layout, window)
