@@ -19,7 +19,7 @@ from batchinfer.errors import EngineError, OutOfMemory
 from batchinfer.models import CausalLM
 from batchinfer.runner.batch import make_step_batches
 from batchinfer.runner.logprobs import token_logprobs
-from batchinfer.runner.sampler import SampleRow, finite_rows, sample
+from batchinfer.runner.sampler import Sampler, SampleRow, finite_rows
 from batchinfer.runner.sequence_state import SequenceState
 from batchinfer.types.request import TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
@@ -65,6 +65,7 @@ class LocalRunner:
         self._device = device
         self._facts = dict(facts)
         self._states: dict[int, SequenceState] = {}
+        self._sampler = Sampler(model.facts.vocab_size, device)
         self._next_step = 0
 
     @property
@@ -161,7 +162,7 @@ class LocalRunner:
             return
         reported = [r for r, row in enumerate(rows) if row.state.spec.sampling.logprobs is not None]
         raw = logits[reported] if reported else logits[:0]  # a copy: sampling overwrites logits
-        tokens = sample(logits, rows)
+        tokens = self._sampler.sample(logits, rows)
         for seq_id, token in zip(seq_ids, tokens, strict=True):
             outcome.token_ids.setdefault(seq_id, []).append(token)
         if reported:

@@ -22,6 +22,7 @@ from batchinfer.runner.streams import uniform
 Floats = npt.NDArray[np.float64]
 # The cumulative distribution is summed in blocks of this many tokens; part of what fixes a draw.
 _CDF_BLOCK = 256
+_SLAB_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +43,45 @@ def finite_rows(logits: Tensor) -> list[bool]:
     return [bool(value) for value in good.tolist()]
 
 
-def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """The token of each row of raw, finite logits float32 [R, V]. `logits` may be overwritten."""
-    adjust(logits, rows)
-    params = [row.state.spec.sampling for row in rows]
-    drawn = [r for r, p in enumerate(params) if not p.greedy]
-    if len(drawn) == len(rows):
-        return _draw(logits, rows)
-    tokens: list[int] = logits.argmax(-1).tolist()
-    if drawn:
-        for r, token in zip(drawn, _draw(logits[drawn], [rows[r] for r in drawn]), strict=True):
-            tokens[r] = token
-    return tokens
+class Sampler:
+    """Samples for one vocabulary. Holds memory that is used again in every step."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        # Few rows, so that they stay in the caches from the logits to the token.
+        self._weights = torch.empty(
+            _SLAB_ROWS, -(-vocab_size // _CDF_BLOCK) * _CDF_BLOCK, dtype=torch.float64, device=device
+        )
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+        """The token of each row of raw, finite logits float32 [R, V], which may be overwritten."""
+        adjust(logits, rows)
+        drawn = [r for r, row in enumerate(rows) if not row.state.spec.sampling.greedy]
+        tokens: list[int] = logits.argmax(-1).tolist() if len(drawn) < len(rows) else [0] * len(rows)
+        for begin in range(0, len(drawn), _SLAB_ROWS):
+            part = drawn[begin : begin + _SLAB_ROWS]
+            chosen = logits if len(part) == len(rows) else logits[part]
+            for r, token in zip(part, self._draw(chosen, [rows[r] for r in part]), strict=True):
+                tokens[r] = token
+        return tokens
+
+    def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+        vocab = self._vocab_size
+        params = [row.state.spec.sampling for row in rows]
+        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
+        # Not normalised: the largest weight of a row is 1. The padding has weight 0.
+        weights = self._weights[: len(rows)]
+        weights[:, :vocab] = logits
+        weights[:, vocab:] = -torch.inf
+        weights.div_(temperature[:, None])
+        weights.sub_(weights.amax(-1, keepdim=True)).exp_()
+        table: Floats = weights.cpu().numpy()
+        for r, p in enumerate(params):
+            if p.min_p > 0 or 0 < p.top_k < vocab or p.top_p < 1:
+                _truncate(table[r, :vocab], top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
+        keys = np.array([row.state.spec.sample_key for row in rows], dtype=np.uint64)
+        positions = np.array([row.output_position for row in rows], dtype=np.int64)
+        return _invert(table, uniform(keys, positions))
 
 
 def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
@@ -85,24 +113,6 @@ def _penalize(logits: Tensor, row: SampleRow) -> None:
     if len(output) and (p.frequency_penalty or p.presence_penalty):
         penalty = torch.from_numpy(counts * p.frequency_penalty + p.presence_penalty)
         logits[torch.from_numpy(output).to(logits.device)] -= penalty.to(logits.device, logits.dtype)
-
-
-def _draw(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    params = [row.state.spec.sampling for row in rows]
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)
-    scaled = logits.double().div_(temperature[:, None])
-    vocab = logits.shape[-1]
-    # Not normalised: the largest weight of a row is 1.
-    weights = torch.zeros(len(rows), -(-vocab // _CDF_BLOCK) * _CDF_BLOCK, dtype=torch.float64, device=logits.device)
-    torch.exp(scaled.sub_(scaled.amax(-1, keepdim=True)), out=scaled)
-    weights[:, :vocab] = scaled
-    table: Floats = weights.cpu().numpy()
-    for r, p in enumerate(params):
-        if p.min_p > 0 or 0 < p.top_k < vocab or p.top_p < 1:
-            _truncate(table[r, :vocab], top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
-    keys = np.array([row.state.spec.sample_key for row in rows], dtype=np.uint64)
-    positions = np.array([row.output_position for row in rows], dtype=np.int64)
-    return _invert(table, uniform(keys, positions))
 
 
 def _truncate(weights: Floats, *, top_k: int, top_p: float, min_p: float) -> None:
