@@ -1,7 +1,8 @@
 """Committing a chunk: input columns read again, joined with the results, published under the part's fixed name.
 
 The publish is create-if-absent and is the commit: idempotent, safe under a kill at any point and under two
-drivers. Not for deciding when a chunk is ready (`job.state`).
+drivers. Only a retry, whose driver holds the lock, replaces a part: with its rows merged over the part's own. Not
+for deciding when a chunk is ready (`job.state`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import batchinfer
-from batchinfer.data.fs import publish_file
-from batchinfer.data.parts import BrokenPart, read_footer, write_part
-from batchinfer.data.segments import read_chunk_results
+from batchinfer.data.fs import publish_file, replace_file
+from batchinfer.data.parts import BrokenPart, read_footer, read_part_results, write_part
+from batchinfer.data.segments import merge_tables, read_chunk_results
 from batchinfer.errors import InputError, ResumeRefused
 from batchinfer.job.context import open_context
 from batchinfer.job.ledger import WindowPlan
@@ -56,14 +57,19 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
         return found
     layout = job.layout
     target = layout.output / chunk.part
-    if target.exists():
-        move_broken_aside(job, target)
     context = open_context(job)
     planned = plan.summary_of(chunk.chunk)
     paths = [layout.unit_results(plan.window, unit.unit) for unit in plan.units_of(chunk.chunk)]
     if planned.num_failed:
         paths.append(layout.plan_segment(plan.window, planned.epoch, chunk.chunk))
     results = read_chunk_results(paths, chunk.chunk)
+    footer = part_footer(job, chunk, epoch=epoch)
+    if job.retry is not None:
+        before = read_footer(target)
+        footer = retry_footer(job, before, results, epoch=epoch)
+        results = merge_tables([(None, results), (None, read_part_results(target, chunk.chunk))])
+    elif target.exists():
+        move_broken_aside(job, target)
     tmp = layout.temporary(chunk.part)
     tmp.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -75,11 +81,15 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
             stop=chunk.stop,
             results=results,
             layout=context.output,
-            footer=part_footer(job, chunk, epoch=epoch),
+            footer=footer,
             hash_columns=context.hash_columns,
         )
         check_content(job, chunk, planned.content_hash, written.input_hash)
-        won = publish_file(tmp, target)
+        won = True
+        if job.retry is not None:
+            replace_file(tmp, target)
+        else:
+            won = publish_file(tmp, target)
     finally:
         with contextlib.suppress(FileNotFoundError):
             tmp.unlink()
@@ -121,8 +131,42 @@ def part_footer(job: ResolvedJob, chunk: Chunk, *, epoch: int) -> dict[str, Any]
     }
 
 
+_FOOTER_KEYS = (
+    "format",
+    "job",
+    "fingerprint",
+    "chunk",
+    "file",
+    "in_file",
+    "input_fingerprint",
+    "settings",
+    "engine",
+    "batchinfer",
+    "facts",
+    "epoch",
+)
+
+
+def retry_footer(job: ResolvedJob, before: Mapping[str, Any], results: Any, *, epoch: int) -> dict[str, Any]:
+    """The footer of a part that a retry replaces: what made it first, and one more entry under `retries`."""
+    kept = {key: before[key] for key in (*_FOOTER_KEYS, "retries")}
+    completed = results["error_class"].null_count
+    entry = {
+        "retry": job.retry,
+        "epoch": epoch,
+        "settings": dict(job.overrides),
+        "rows": results.num_rows,
+        "completed": completed,
+    }
+    # Results read back from a part no longer say what was cached.
+    cached = before["cached_tokens"] + before.get("cached_tokens_before", 0)
+    return {**kept, "retries": [*before["retries"], entry], "cached_tokens_before": cached}
+
+
 def part_summary(job: ResolvedJob, chunk: Chunk) -> CommitSummary | None:
     """What the chunk's part says by its footer, or None where there is none or it is broken (which is logged).
+
+    For a retry, a part that it has not replaced yet counts as none.
 
     Raises ResumeRefused where a complete part of another job has the name.
     """
@@ -142,6 +186,8 @@ def part_summary(job: ResolvedJob, chunk: Chunk) -> CommitSummary | None:
             f"{path} was not written by this job (it holds rows {footer['start']} to {footer['stop'] - 1} of "
             f"{footer['source_file']!r}, job {footer.get('job')!r}); move it away, or give another output.path"
         )
+    if job.retry is not None and all(entry["retry"] != job.retry for entry in footer["retries"]):
+        return None
     return summary
 
 
@@ -156,7 +202,7 @@ def _summary_of(footer: Mapping[str, Any], chunk: Chunk, path: Path) -> CommitSu
         num_rows=footer["num_rows"],
         failed=footer["failed"],
         prompt_tokens=footer["prompt_tokens"],
-        cached_tokens=footer["cached_tokens"],
+        cached_tokens=footer["cached_tokens"] + footer.get("cached_tokens_before", 0),
         completion_tokens=footer["completion_tokens"],
         num_bytes=path.stat().st_size,
         fresh=False,

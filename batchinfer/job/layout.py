@@ -83,8 +83,13 @@ class JobLayout:
         """A path as the key of a Store whose root is the output folder."""
         return path.relative_to(self.output).as_posix()
 
+    @property
+    def retry_plan(self) -> Path:
+        """What a retry runs again (`job.retry`)."""
+        return self.work / "retry.json"
+
     def run(self, epoch: int) -> Path:
-        return self.state / "runs" / f"e{epoch:06d}.json"
+        return self.work / "runs" / f"e{epoch:06d}.json"
 
     def window(self, window: int) -> Path:
         return self.work / "windows" / f"w{window:04d}.json"

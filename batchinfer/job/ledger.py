@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchinfer.data.fs import LocalStore
+from batchinfer.errors import BatchinferError
 from batchinfer.job.layout import JobLayout
 
 
@@ -128,3 +129,11 @@ def planned_windows(layout: JobLayout) -> Sequence[int]:
     if not folder.is_dir():
         return ()
     return sorted(int(path.stem[1:]) for path in folder.glob("w*.json"))
+
+
+def retry_rows(layout: JobLayout) -> dict[int, list[int]]:
+    """Of a retry: rows to run again, by chunk, ascending (written by `job.retry`)."""
+    data = LocalStore(layout.output).get(layout.key(layout.retry_plan), wait_s=10.0)
+    if data is None:
+        raise BatchinferError(f"{layout.retry_plan}: no such file; start the retry again")
+    return {int(chunk): rows for chunk, rows in json.loads(data)["rows"].items()}

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,12 @@ from typing import Any
 
 from batchinfer.config import EngineConfig
 from batchinfer.data.dataset import changes, new_files
-from batchinfer.data.fs import LocalStore
+from batchinfer.data.fs import LocalStore, replace_file
 from batchinfer.errors import BatchinferError, ResumeRefused
 from batchinfer.job.layout import JobLayout
+from batchinfer.job.ledger import retry_rows
 from batchinfer.job.spec import JobSpec
-from batchinfer.job.windows import FileShape, Window, cut_windows
+from batchinfer.job.windows import FileShape, Window, cut_windows, retry_windows
 from batchinfer.text import apply_overrides
 from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
 from batchinfer.types.streams import row_key
@@ -146,11 +148,18 @@ class ResolvedJob:
         )
 
     def windows(self) -> tuple[Window, ...]:
-        """All windows of the job, always the same for the same input; takes milliseconds per 10,000 chunks."""
-        return cut_windows(self.file_shapes())
+        """All windows of the job, always the same for the same input; takes milliseconds per 10,000 chunks.
+
+        Of a retry: the chunks that own rows to run again, in windows of the retry's own.
+        """
+        windows = cut_windows(self.file_shapes())
+        return windows if self.retry is None else retry_windows(windows, retry_rows(self.layout))
 
     @property
     def num_rows(self) -> int:
+        """Rows to run: of the input, or of the retry."""
+        if self.retry is not None:
+            return sum(map(len, retry_rows(self.layout).values()))
         return sum(shape.num_rows for shape in self.file_shapes())
 
 
@@ -264,9 +273,14 @@ def in_frozen_order(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:
 
 
 def save_run(job: ResolvedJob, epoch: int) -> Path:
-    """Writes the job as it is run under a driver's epoch, for its workers."""
+    """Writes the job as it is run under a driver's epoch, for its workers. Only its owner may read the file."""
     path = job.layout.run(epoch)
-    LocalStore(job.layout.output).replace(job.layout.key(path), job_to_json(job))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = job.layout.temporary(path.name)
+    tmp.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(job_to_json(job, secret=True))
+    replace_file(tmp, path)
     return path
 
 
@@ -294,10 +308,14 @@ def move_aside(layout: JobLayout) -> Path | None:
     raise AssertionError("unreachable")
 
 
-def job_to_json(job: ResolvedJob) -> bytes:
+def job_to_json(job: ResolvedJob, *, secret: bool = False) -> bytes:
+    """`secret` keeps the values of input.storage_options, which may hold keys; else only their names stay."""
+    spec = job.spec.model_dump(mode="json")
+    if not secret:
+        spec["input"]["storage_options"] = dict.fromkeys(spec["input"]["storage_options"], "(not kept)")
     data = {
         "format": MANIFEST_FORMAT,
-        "spec": job.spec.model_dump(mode="json"),
+        "spec": spec,
         "semantic": dict(job.semantic),
         "sources": dict(job.sources),
         "fingerprint": job.fingerprint,

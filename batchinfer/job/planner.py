@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from batchinfer.data.rows import RowBatch
 from batchinfer.data.prepared import PreparedRows, write_prepared
+from batchinfer.data.rows import RowBatch
 from batchinfer.data.segments import ResultRow, write_segment
 from batchinfer.data.values import ValueHasher
 from batchinfer.job.context import JobContext, open_context
-from batchinfer.job.ledger import ChunkSummary
+from batchinfer.job.ledger import ChunkSummary, retry_rows
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.units import row_params
 from batchinfer.job.windows import Chunk
@@ -36,16 +36,15 @@ class PreparedBatch:
     errors: dict[int, RowError] = field(default_factory=dict)
 
 
-def prepare_chunk(
-    job: ResolvedJob, window: int, chunk: Chunk, *, epoch: int, rows: Sequence[int] | None = None
-) -> ChunkSummary:
+def prepare_chunk(job: ResolvedJob, window: int, chunk: Chunk, *, epoch: int) -> ChunkSummary:
     """Prepares a chunk: writes `layout.prepared_chunk(...)` and, for rows with errors, `layout.plan_segment(...)`.
 
-    rows   only these rows of the file (a retry), ascending
+    Of a retry, the rows that it runs again; the content hash is of the whole chunk all the same.
     May run twice, also at the same time under different epochs.
     """
     context = open_context(job)
     layout = job.layout
+    rows = None if job.retry is None else retry_rows(layout)[chunk.chunk]
     hasher = ValueHasher(context.hash_columns)
     pieces: list[PreparedRows] = []
     errors: list[ResultRow] = []

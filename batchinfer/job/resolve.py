@@ -18,7 +18,7 @@ from typing import Any
 import batchinfer
 from batchinfer.data.dataset import InputDataset, open_dataset
 from batchinfer.data.fs import check_output_path
-from batchinfer.errors import ConfigError, InputError
+from batchinfer.errors import ConfigError, InputError, ResumeRefused
 from batchinfer.job.context import JobContext, make_context
 from batchinfer.job.layout import JobLayout
 from batchinfer.job.manifest import ResolvedJob, differences, in_frozen_order, load_manifest, refusal
@@ -29,6 +29,8 @@ from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
 # Taken from generation_config only where it says do_sample: greedy models carry values there that they never use.
 _SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty",)
+# Settings that decide the output's columns: a part can't be half this, half that.
+_SHAPES = ("sampling.n", "sampling.logprobs")
 _SAMPLE_ROWS = 64
 
 
@@ -37,6 +39,7 @@ def resolve_job(
     *,
     extend: bool = False,
     ignore_existing: bool = False,
+    retry: bool = False,
     instruction_level: str | None = None,
     cache_dir: str | None = None,
 ) -> ResolvedJob:
@@ -44,7 +47,8 @@ def resolve_job(
 
     Where the output folder has a manifest: takes what is frozen there (the drawn seed, the order of files) and
     raises ResumeRefused with every difference in semantic settings, output columns or input. Files added beside
-    unchanged ones are accepted with `extend`. `ignore_existing` (--fresh) looks at no manifest.
+    unchanged ones are accepted with `extend`. `ignore_existing` (--fresh) looks at no manifest. With `retry`, limits
+    and engine settings may differ from the frozen ones (they become the job's `overrides`).
 
     instruction_level   of the machines that will run the engines (batchinfer_kernels.determinism): fixes the bytes
     cache_dir           where indexes of JSON Lines files are kept; None scans them and keeps nothing
@@ -88,12 +92,37 @@ def resolve_job(
         text_bytes=_text_bytes(dataset, context.hash_columns),
         facts={**job.facts, "chat_template": None if template is None else template.source},
     )
-    if frozen is not None:
-        found = differences(frozen, job, extend=extend)
-        if found:
-            raise refusal(layout, found)
-        job = in_frozen_order(frozen, job)
-    return job
+    if frozen is None:
+        if not ignore_existing:
+            _refuse_foreign_parts(layout)
+        return job
+    if retry:
+        job = _with_overrides(frozen, job)
+    found = differences(frozen, job, extend=extend)
+    if found:
+        raise refusal(layout, found)
+    return in_frozen_order(frozen, job)
+
+
+def _with_overrides(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:
+    """Changed limits and engine settings become overrides; everything else is compared as ever."""
+    changed = {
+        key: value
+        for key, value in job.semantic.items()
+        if key.startswith(("sampling.", "engine.")) and key not in _SHAPES and frozen.semantic.get(key) != value
+    }
+    return replace(job, semantic={**job.semantic, **{key: frozen.semantic[key] for key in changed}}, overrides=changed)
+
+
+def _refuse_foreign_parts(layout: JobLayout) -> None:
+    """A new job must not mix its parts with others that lie in its output folder."""
+    if layout.output.is_dir():
+        parts = sorted(path.name for path in layout.output.iterdir() if path.name.endswith(".parquet"))
+        if parts:
+            raise ResumeRefused(
+                f"{layout.output} holds {len(parts)} Parquet files ({parts[0]}, ...) and no manifest of a job: readers "
+                "would mix them with this job's. Give another output.path, or move them aside with --fresh"
+            )
 
 
 def _resolve_values(

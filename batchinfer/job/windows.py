@@ -7,7 +7,7 @@ earlier ones, whose numbers stay. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from batchinfer.job.layout import part_name
@@ -120,3 +120,19 @@ def _rows_within(room_bytes: float, total_bytes: int, num_rows: int) -> int:
     if total_bytes <= 0 or num_rows <= 0:
         return MAX_WINDOW_ROWS
     return max(0, int(room_bytes * num_rows / total_bytes))
+
+
+def retry_windows(windows: Sequence[Window], rows: Mapping[int, Sequence[int]]) -> tuple[Window, ...]:
+    """The chunks that own rows to be retried, unchanged, in windows of at most about 262,144 such rows."""
+    found: list[Window] = []
+    current: list[Chunk] = []
+    count = 0
+    for chunk in (chunk for window in windows for chunk in window.chunks if rows.get(chunk.chunk)):
+        current.append(chunk)
+        count += len(rows[chunk.chunk])
+        if count >= MAX_WINDOW_ROWS or len(current) >= MAX_WINDOW_CHUNKS:
+            found.append(Window(window=len(found), chunks=tuple(current)))
+            current, count = [], 0
+    if current:
+        found.append(Window(window=len(found), chunks=tuple(current)))
+    return tuple(found)
