@@ -6,6 +6,7 @@ reading the files (`open`, `huggingface`, `gguf`), nor tensor data (the weights 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,11 @@ class ModelFiles:
                 "it must be a positive integer (the number of positions the model was made for)"
             )
         return value
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all stored tensors (a tied head counts once where it is stored once)."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
     def model_hash(self) -> str:
         """sha256 (hex) over the config and the weight files.

@@ -132,7 +132,7 @@ class _Cursor:
                 raise self.truncated() from None
             self.at += struct.calcsize(fmt)
             return values
-        return [self.value(kind) for _ in range(count)]
+        raise ModelError(f"{self.path}: a metadata array of kind {kind} at byte {self.at}: not valid GGUF")
 
     def strings(self, count: int) -> list[str]:
         # The hot loop of opening a model: a vocabulary and its merges are some hundred thousand strings.
@@ -186,7 +186,9 @@ def read_header(path: Path) -> GGUFHeader:
                 raise ModelError(f"{path}: tensor {name!r} has {num_dims} dimensions: not valid GGUF")
             shape = tuple(cursor.scalar("<Q") for _ in range(num_dims))[::-1]
             infos.append((name, shape, cursor.scalar("<I"), cursor.scalar("<Q")))
-        alignment = int(metadata.get("general.alignment", DEFAULT_ALIGNMENT))
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"{path}: general.alignment is {alignment!r}: not valid GGUF")
         data_start = -(-cursor.at // alignment) * alignment
         return GGUFHeader(path=path, metadata=metadata, tensors=_tensors(path, infos, data_start, file_bytes=len(data)))
 

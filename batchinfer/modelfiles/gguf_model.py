@@ -39,9 +39,15 @@ ARCHITECTURES = {
 
 
 def open_gguf(path: Path) -> ModelFiles:
+    """Opens a .gguf file, or the first part of a split one."""
     header, parts = read_headers(path)
     tokenizer = TokenizerFiles(kind="gguf", gguf=tokenizer_metadata(header))
-    config = config_from_metadata(header)
+    try:
+        config = config_from_metadata(header)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path}: metadata of the wrong type: {error}") from error
     return ModelFiles(
         name=path.stem,
         kind="gguf",
@@ -81,7 +87,7 @@ def tokenizer_metadata(header: GGUFHeader) -> dict[str, Any]:
 
 def eos_token_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     values = (metadata.get(TOKENIZER_PREFIX + key) for key in EOS_KEYS)
-    return frozenset(int(value) for value in values if value is not None)
+    return frozenset(value for value in values if isinstance(value, int))
 
 
 def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -152,7 +158,7 @@ def config_from_metadata(header: GGUFHeader) -> dict[str, Any]:
         config["partial_rotary_factor"] = rotary_dim / head_dim
     if get("attention.sliding_window"):
         raise ModelError(
-            f"{header.path}: sliding-window attention ({arch}.attention.sliding_window) is not supported in GGUF files"
+            f"{header.path}: sliding-window attention ({arch}.attention.sliding_window) in a GGUF file is not supported"
         )
     return config
 

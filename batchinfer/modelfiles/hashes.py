@@ -16,6 +16,8 @@ WHOLE_FILE_LIMIT_BYTES = 256 << 20
 HEAD_BYTES = 1 << 20
 SAMPLE_BYTES = 64 << 10
 NUM_SAMPLES = 64
+# Keys of config.json that change when a model is copied or saved again.
+NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version"})
 
 
 def json_digest(value: Any) -> bytes:
@@ -45,7 +47,8 @@ def file_digest(path: Path) -> bytes:
 
 
 def model_hash(config: Mapping[str, Any], weight_files: Sequence[Path]) -> str:
-    digest = hashlib.sha256(b"batchinfer model 1\0" + json_digest(dict(config)))
+    said = {key: value for key, value in config.items() if key not in NOT_THE_MODEL}
+    digest = hashlib.sha256(b"batchinfer model 1\0" + json_digest(said))
     with ThreadPoolExecutor(max_workers=4) as pool:  # hashlib releases the GIL
         for file_hash in pool.map(file_digest, weight_files):
             digest.update(file_hash)

@@ -139,7 +139,7 @@ def _weight_map(index_path: Path) -> dict[str, str]:
         raise ModelError(f"{index_path}: not a checkpoint index: {error}") from error
     for name, shard in weight_map.items():
         # A shard's name is a plain file name: an index must not lead out of its folder.
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
             raise ModelError(f"{index_path}: tensor {name!r} is said to be in {shard!r}, which is not a file name")
     if not weight_map:
         raise ModelError(f"{index_path}: it lists no tensor")

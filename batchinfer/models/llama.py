@@ -351,6 +351,6 @@ def build(architecture: str, files: ModelFiles, options: BuildOptions) -> LlamaF
 
 
 def _has_own_head(files: ModelFiles) -> bool:
-    """Whether a head is stored that is not the embedding again (transformers takes it then, whatever the config says)."""
+    """Whether a head is stored that is not the embedding again: transformers takes it, whatever the config says."""
     embedding, head = files.tensors.get("model.embed_tokens.weight"), files.tensors.get("lm_head.weight")
     return embedding is not None and head is not None and not equal_values(embedding, head)

@@ -15,7 +15,9 @@ class Oracle:
 
     def __init__(self, path: str | Path, *, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM, GgufConfig
+        from transformers.utils import logging as transformers_logging
 
+        transformers_logging.disable_progress_bar()
         path = Path(path)
         more: dict[str, Any] = {}
         if path.suffix == ".gguf":

@@ -166,5 +166,5 @@ def _gguf_name(name: str) -> str:
 def _interleave(values: np.ndarray[Any, Any], config: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Rows of q or k in the order of llama files: rotated pairs next to each other."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    rows = torch.from_numpy(values).unflatten(0, (-1, 2, head_dim // 2))
+    rows = torch.from_numpy(values).view(-1, 2, head_dim // 2, *values.shape[1:])
     return np.ascontiguousarray(rows.transpose(1, 2).reshape(values.shape).numpy())
