@@ -65,9 +65,8 @@ class Coordinator:
         names: list[str],
         on_progress: Callable[[Progress], None],
         lost_lock: Callable[[], bool],
-        retry_rows: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
-        """`base`: outcomes in parts that are out already. `retry_rows`: by chunk, where only some rows are run."""
+        """`base`: outcomes in parts that are out already."""
         self.job = job
         self.run_path = run
         self.epoch = epoch
@@ -76,11 +75,9 @@ class Coordinator:
         self.workers = workers
         self.on_progress = on_progress
         self.lost_lock = lost_lock
-        self.retry_rows = retry_rows
         self.inbox: queue.SimpleQueue[Event | _News | _TaskDone] = queue.SimpleQueue()
         self.end: ev.EndJob | None = None
         self.notes: list[str] = []
-        self.failed_by_class: dict[str, int] = {}
         self._outbox = Outbox(client, self._undelivered)
         self._addresses: dict[str, str] = {}
         self._plans: dict[int, WindowPlan | None] = {}
@@ -129,7 +126,7 @@ class Coordinator:
         if not isinstance(item, _News):
             return item
         message = item.message
-        name = message["worker"]
+        name = message["name"]  # Dask overwrites "worker" with an address
         match message["t"]:
             case "joined":
                 self._addresses[name] = message["address"]
@@ -270,8 +267,7 @@ class Coordinator:
                     summary = plan.summary_of(chunk)
                     self.inbox.put(ev.ChunkPlanned(window, chunk, summary.num_rows, summary.num_failed, fresh=False))
                     return
-                rows = None if self.retry_rows is None else self.retry_rows[chunk]
-                self._submit(task, tasks.plan_chunk, run, epoch, window, chunk, rows)
+                self._submit(task, tasks.plan_chunk, run, epoch, window, chunk)
             case ev.CutWindow(window):
                 plan = self._plans[window]
                 if plan is not None:
@@ -341,7 +337,6 @@ class Coordinator:
             case ev.GiveUpRow(piece, _):
                 return ev.RowGivenUp(piece)
             case ev.CommitChunk(window, chunk):
-                self._count_failures(result.failed)
                 _log.info("part of chunk %d is out: %d rows, %d bytes", chunk, result.num_rows, result.num_bytes)
                 return ev.ChunkCommitted(window, chunk)
             case ev.CleanWindow(window):
@@ -352,7 +347,3 @@ class Coordinator:
         chunks = frozenset(chunk for chunk, _ in unit.chunks)
         complete = self.job.layout.unit_results(plan.window, unit.unit).exists()
         return ev.UnitInfo(unit.unit, unit.num_rows, unit.work, chunks, complete)
-
-    def _count_failures(self, failed: Mapping[str, int]) -> None:
-        for error_class, count in failed.items():
-            self.failed_by_class[error_class] = self.failed_by_class.get(error_class, 0) + count

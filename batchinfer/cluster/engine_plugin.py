@@ -46,7 +46,7 @@ class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
         self.host.start()
 
     def _tell(self, message: Message) -> None:
-        self.worker.log_event(TOPIC, {**message, "worker": str(self.worker.name)})
+        self.worker.log_event(TOPIC, {**message, "name": str(self.worker.name)})
 
     def receive(self, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -76,7 +76,7 @@ class SchedulerNews(SchedulerPlugin):  # type: ignore[misc]
         state = getattr(scheduler, "workers", {}).get(worker)
         with contextlib.suppress(Exception):  # news are a convenience of the scheduler's: never in its way
             name = str(state.name) if state is not None else self.names.get(worker, "")
-            scheduler.log_event(TOPIC, {"t": "left", "worker": name, "address": worker})
+            scheduler.log_event(TOPIC, {"t": "left", "name": name, "address": worker})
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self.names[worker] = str(scheduler.workers[worker].name)

@@ -22,20 +22,20 @@ _log = logging.getLogger("batchinfer.cluster")
 
 @dataclass(slots=True, kw_only=True)
 class Committed:
-    """Parts that are out: their chunks, outcomes and failures by class."""
+    """Parts that are out: their chunks and outcomes."""
 
     chunks: set[int] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
-    failed_by_class: dict[str, int] = field(default_factory=dict)
 
     def add(self, summary: CommitSummary) -> None:
         self.chunks.add(summary.chunk)
-        failed = sum(summary.failed.values())
         self.tally += Tally(
-            summary.num_rows, failed, summary.prompt_tokens, summary.completion_tokens, summary.cached_tokens
+            summary.num_rows,
+            summary.num_failed,
+            summary.prompt_tokens,
+            summary.completion_tokens,
+            summary.cached_tokens,
         )
-        for error_class, count in summary.failed.items():
-            self.failed_by_class[error_class] = self.failed_by_class.get(error_class, 0) + count
 
 
 def find_committed(job: ResolvedJob, windows: Iterable[Window]) -> Committed:

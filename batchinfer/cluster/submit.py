@@ -14,11 +14,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from batchinfer_kernels import determinism
 
 from batchinfer.cluster.local import LocalWorkers
 from batchinfer.cluster.progress import Progress
@@ -27,39 +29,28 @@ from batchinfer.errors import BatchinferError, ConfigError, FailureLimitReached,
 from batchinfer.job.cleaning import clean_leftovers
 from batchinfer.job.driver_lock import DriverLock, lock_store
 from batchinfer.job.manifest import ResolvedJob, freeze_job, move_aside, save_run
+from batchinfer.job.report import JobReport, summarize
 from batchinfer.job.resolve import resolve_job
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.state import JobState, Limits, WindowPlan
 from batchinfer.log import log_to_file
 
 _log = logging.getLogger("batchinfer.cluster")
-FINISHED_WITH_ERRORS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """How a job ended that ran to its end.
-
-    already_finished   it was finished before: nothing was run
-    failed             error rows by class
-    """
+    """How a job ended that ran to its end. `already_finished`: it was before, and nothing was run."""
 
     output: Path
-    num_rows: int
-    failed: Mapping[str, int]
-    prompt_tokens: int
-    completion_tokens: int
+    report: JobReport
     elapsed_s: float
     already_finished: bool = False
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def num_failed(self) -> int:
-        return sum(self.failed.values())
+    notes: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        return FINISHED_WITH_ERRORS if self.num_failed else 0
+        return self.report.exit_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +64,7 @@ class Listener:
 def run_job(spec: JobSpec, *, fresh: bool = False, extend: bool = False, listener: Listener | None = None) -> JobResult:
     """Runs a job, or goes on with it. Raises Interrupted, FailureLimitReached, ConfigError, BatchinferError."""
     listener = listener or Listener()
-    job = resolve_job(spec, extend=extend, ignore_existing=fresh)
+    job = resolve_job(spec, extend=extend, ignore_existing=fresh, instruction_level=determinism.instruction_level())
     store = lock_store(job.layout.output)
     if fresh and job.layout.output.exists():
         DriverLock.claim(store, on_wait=listener.said).release()  # refuses while somebody is at work there
@@ -101,32 +92,28 @@ def _run(job: ResolvedJob, lock: DriverLock, listener: Listener) -> JobResult:
     state = JobState(plans, committed=committed.chunks, limits=limits_of(job.spec))
     if state.idle:
         _log.info("nothing is left to do")
-        return _result(job, committed, {}, start, already=True)
+        return _result(job, (), start, already=True)
     clean_leftovers(job.layout)
     run = str(save_run(job, lock.epoch))
     _log.info("epoch %d: %d of %d rows are in parts that are out", lock.epoch, committed.tally.rows, job.num_rows)
-    progress = run_on_local_workers(job, run, lock, state, committed, listener)
-    # Counted from the parts themselves: what was published, not what was meant to be.
-    return _result(job, find_committed(job, windows), progress, start)
+    notes = run_on_local_workers(job, run, lock, state, committed, listener)
+    return _result(job, notes, start)
 
 
-def _result(
-    job: ResolvedJob, committed: Committed, notes: Mapping[str, Any], start: float, already: bool = False
-) -> JobResult:
-    if committed.tally.rows != job.num_rows:
+def _result(job: ResolvedJob, notes: Sequence[str], start: float, already: bool = False) -> JobResult:
+    """Counted from the parts themselves: what was published, not what was meant to be."""
+    report = summarize(job)
+    if report.rows_done != report.rows_total:
         raise BatchinferError(
-            f"{job.layout.output}: the parts hold {committed.tally.rows} rows and the input {job.num_rows}; "
-            "run `batchinfer verify` for their names"
+            f"{job.layout.output}: the parts hold {report.rows_done} rows and the input {report.rows_total}; "
+            "`batchinfer verify` names them, and the same command goes on"
         )
     return JobResult(
         output=job.layout.output,
-        num_rows=committed.tally.rows,
-        failed=dict(committed.failed_by_class),
-        prompt_tokens=committed.tally.prompt_tokens,
-        completion_tokens=committed.tally.completion_tokens,
+        report=report,
         elapsed_s=time.monotonic() - start,
         already_finished=already,
-        notes=tuple(notes.get("notes", ())),
+        notes=tuple(notes),
     )
 
 
@@ -151,9 +138,8 @@ def run_on_local_workers(
     state: JobState,
     committed: Committed,
     listener: Listener,
-    retry_rows: Mapping[int, tuple[int, ...]] | None = None,
-) -> dict[str, Any]:
-    """Runs until the job is done. Raises what ended it otherwise."""
+) -> list[str]:
+    """Runs until the job is done; returns what is worth a word in the end. Raises what ended it otherwise."""
     num_workers = job.spec.cluster.workers
     num_threads = job.spec.engine.num_threads or fair_threads(num_workers)
     scratch = Path(tempfile.mkdtemp(prefix="batchinfer-dask-"))
@@ -198,7 +184,6 @@ def run_on_local_workers(
                     names=workers.names,
                     on_progress=listener.progress,
                     lost_lock=lambda: lock.lost,
-                    retry_rows=retry_rows,
                 )
                 signals.tell(coordinator.stop)
                 client.register_plugin(SchedulerNews())
@@ -217,7 +202,7 @@ def run_on_local_workers(
             shutil.rmtree(scratch, ignore_errors=True)
     match end.outcome:
         case "done":
-            return {"notes": coordinator.notes}
+            return coordinator.notes
         case "interrupted":
             raise Interrupted(f"{end.message}; everything finished is kept, the same command goes on")
         case "failure_limit":

@@ -44,9 +44,9 @@ def _job(run: str) -> tuple[ResolvedJob, dict[int, Chunk]]:
     return job, {chunk.chunk: chunk for window in job.windows() for chunk in window.chunks}
 
 
-def plan_chunk(run: str, epoch: int, window: int, chunk: int, rows: Sequence[int] | None = None) -> ChunkSummary:
+def plan_chunk(run: str, epoch: int, window: int, chunk: int) -> ChunkSummary:
     job, chunks = _job(run)
-    return planner.prepare_chunk(job, window, chunks[chunk], epoch=epoch, rows=rows)
+    return planner.prepare_chunk(job, window, chunks[chunk], epoch=epoch)
 
 
 def cut_window(run: str, epoch: int, window: int, summaries: Sequence[ChunkSummary]) -> WindowPlan:
