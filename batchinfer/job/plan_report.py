@@ -1,0 +1,262 @@
+"""What `batchinfer plan` tells before anything is paid for: every row rendered and tokenized, no model loaded.
+
+Responsible for: bad rows with examples, token histogram, shared prefixes, KV memory, a predicted time and the simple
+model behind it, the first prompt as the model will see it. Bounded memory: one window at a time (`survey_window`,
+small results that `merge_surveys` adds up, so that a cluster can share the work).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from batchinfer.data.prepared import PreparedRows
+from batchinfer.job.context import JobContext, open_context
+from batchinfer.job.manifest import ResolvedJob
+from batchinfer.job.planner import iter_prepared_batches
+from batchinfer.job.token_order import RaggedTokens, neighbour_lcp, sort_rows
+from batchinfer.job.units import num_duplicates, output_tokens
+from batchinfer.job.windows import Window
+from batchinfer.modelfiles import ModelFiles, open_model
+from batchinfer.text import prepare_rows
+from batchinfer.types.rows import RowError
+
+EXAMPLES = 3
+# Of the machine's measured rate of float32 products, what a whole engine is taken to reach.
+EFFICIENCY = 0.4
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    file: str
+    row: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What some rows need.
+
+    histogram        rows by prompt length: bucket b counts lengths of 2**(b-1)+1 .. 2**b tokens
+    shared_tokens    prompt tokens that stand in a prefix of another row: computed once
+    output_tokens    assumed: each row's max_tokens, at most 256 a sample
+    longest_tokens   of one row: prompt and the most it may generate
+    """
+
+    rows: int = 0
+    failed: Mapping[str, int] = field(default_factory=dict)
+    examples: Mapping[str, tuple[BadRow, ...]] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    max_prompt_tokens: int = 0
+    histogram: Mapping[int, int] = field(default_factory=dict)
+    shared_tokens: int = 0
+    duplicate_rows: int = 0
+    output_tokens: int = 0
+    longest_tokens: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.shared_tokens
+
+    @property
+    def rows_failed(self) -> int:
+        return sum(self.failed.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """See the module. `settings`: (key, value, where it came from) of everything that was resolved.
+
+    kv_bytes_per_token   None where the model's config does not say
+    predicted_s          None where it can't be predicted; `prediction` states how it was
+    first_prompt         the first good row's prompt as text; None where no row is good
+    """
+
+    survey: Survey
+    settings: tuple[tuple[str, Any, str], ...]
+    kv_bytes_per_token: int | None
+    predicted_s: float | None
+    prediction: str
+    first_prompt: str | None
+    first_row: tuple[str, int] | None
+    first_prompt_tokens: int
+
+    @property
+    def kv_bytes_longest(self) -> int | None:
+        """KV memory of the longest row alone: a pool must hold at least that."""
+        return None if self.kv_bytes_per_token is None else self.kv_bytes_per_token * self.survey.longest_tokens
+
+
+def plan_report(job: ResolvedJob, *, on_window: Callable[[Survey], None] | None = None) -> PlanReport:
+    """Looks at every row in this process. `on_window` is told the sums so far after each window."""
+    survey = Survey()
+    for window in job.windows():
+        survey = merge_surveys([survey, survey_window(job, window)])
+        if on_window is not None:
+            on_window(survey)
+    return finish_report(job, survey)
+
+
+def survey_window(job: ResolvedJob, window: Window) -> Survey:
+    """Prepares a window's rows in memory and forgets them."""
+    context = open_context(job)
+    pieces: list[PreparedRows] = []
+    failed: Counter[str] = Counter()
+    examples: dict[str, list[BadRow]] = {}
+    for chunk in window.chunks:
+        name = job.file_name(chunk.file)
+        for batch in iter_prepared_batches(job, context, chunk):
+            pieces.append(batch.prepared)
+            for row, error in batch.errors.items():
+                failed[str(error.error_class)] += 1
+                seen = examples.setdefault(str(error.error_class), [])
+                if len(seen) < EXAMPLES:
+                    seen.append(BadRow(name, row, error.message))
+    rows = PreparedRows.concat(pieces)
+    tokens = RaggedTokens(rows.tokens, rows.offsets)
+    order = sort_rows(tokens)
+    lcp = neighbour_lcp(tokens, order)
+    lengths = tokens.lengths
+    output = output_tokens(job, rows)
+    buckets = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    counts = np.bincount(buckets) if len(buckets) else np.zeros(0, dtype=np.int64)
+    return Survey(
+        rows=len(rows) + sum(failed.values()),
+        failed=dict(sorted(failed.items())),
+        examples={name: tuple(seen) for name, seen in sorted(examples.items())},
+        prompt_tokens=int(lengths.sum()),
+        max_prompt_tokens=int(lengths.max()) if len(rows) else 0,
+        histogram={bucket: int(count) for bucket, count in enumerate(counts) if count},
+        shared_tokens=int(lcp.sum()),
+        duplicate_rows=num_duplicates(lcp, lengths[order]),
+        output_tokens=int(output.sum()),
+        longest_tokens=_longest(job, rows),
+    )
+
+
+def merge_surveys(surveys: Iterable[Survey]) -> Survey:
+    surveys = list(surveys)
+    failed: Counter[str] = Counter()
+    histogram: Counter[int] = Counter()
+    examples: dict[str, tuple[BadRow, ...]] = {}
+    for survey in surveys:
+        failed.update(survey.failed)
+        histogram.update(survey.histogram)
+        for name, seen in survey.examples.items():
+            examples[name] = (*examples.get(name, ()), *seen)[:EXAMPLES]
+    return Survey(
+        rows=sum(s.rows for s in surveys),
+        failed=dict(sorted(failed.items())),
+        examples=dict(sorted(examples.items())),
+        prompt_tokens=sum(s.prompt_tokens for s in surveys),
+        max_prompt_tokens=max((s.max_prompt_tokens for s in surveys), default=0),
+        histogram=dict(sorted(histogram.items())),
+        shared_tokens=sum(s.shared_tokens for s in surveys),
+        duplicate_rows=sum(s.duplicate_rows for s in surveys),
+        output_tokens=sum(s.output_tokens for s in surveys),
+        longest_tokens=max((s.longest_tokens for s in surveys), default=0),
+    )
+
+
+def finish_report(job: ResolvedJob, survey: Survey) -> PlanReport:
+    spec = job.spec.model
+    files = open_model(spec.path, revision=spec.revision, tokenizer=spec.tokenizer)
+    context = open_context(job)
+    first = _first_prompt(job, context)
+    predicted_s, prediction = _predict(files, survey)
+    return PlanReport(
+        survey=survey,
+        settings=tuple((key, job.semantic[key], job.sources.get(key, "")) for key in sorted(job.semantic)),
+        kv_bytes_per_token=kv_bytes_per_token(files.config, str(job.semantic["model.dtype"])),
+        predicted_s=predicted_s,
+        prediction=prediction,
+        first_prompt=None if first is None else first[0],
+        first_row=None if first is None else first[1:3],
+        first_prompt_tokens=0 if first is None else first[3],
+    )
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
+    """Keys and values of all layers for one token of one sequence."""
+    layers, heads, hidden = (config.get(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    if not isinstance(layers, int) or not isinstance(heads, int) or not isinstance(hidden, int):
+        return None
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    return int(2 * layers * kv_heads * head_dim * _BYTES.get(dtype, 4))
+
+
+def num_weights(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Weights that a token is multiplied with: (in the layers, in the head), for decoders of the llama kind."""
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+    values = [config.get(name) for name in names]
+    if not all(isinstance(value, int) for value in values):
+        return None
+    layers, heads, hidden, inner, vocab = (int(value) for value in values if value is not None)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    return layers * (attention + 3 * hidden * inner), hidden * vocab
+
+
+def measured_flops(seconds: float = 0.15) -> float:
+    """Floating-point operations per second of float32 products on this machine, by doing some."""
+    a = np.ones((512, 512), dtype=np.float32)
+    a @ a
+    best, end = float("inf"), time.perf_counter() + seconds
+    while (begin := time.perf_counter()) < end:
+        a @ a
+        best = min(best, time.perf_counter() - begin)  # the fastest: others may be using the machine
+    return 2 * 512**3 / best
+
+
+def _predict(files: ModelFiles, survey: Survey) -> tuple[float | None, str]:
+    weights = num_weights(files.config)
+    if weights is None:
+        return None, "no prediction: the model's config does not say how large its layers are"
+    layers, head = weights
+    rate = measured_flops() * EFFICIENCY
+    operations = 2 * layers * (survey.computed_tokens + survey.output_tokens) + 2 * head * survey.output_tokens
+    return operations / rate, (
+        f"two operations per weight and token: {survey.computed_tokens:,} prompt tokens to compute and "
+        f"{survey.output_tokens:,} output tokens (each row's max_tokens, at most 256 a sample; rows that stop earlier "
+        f"make it shorter), at {rate / 1e9:.0f} GFLOP/s ({EFFICIENCY:.0%} of this machine's measured rate of products)"
+    )
+
+
+def _longest(job: ResolvedJob, rows: PreparedRows) -> int:
+    """Tokens of the row that needs most KV memory, if it generates all that it may."""
+    if not len(rows):
+        return 0
+    limit = job.max_model_len
+    most = np.full(len(rows), job.sampling.max_tokens or limit, dtype=np.int64)
+    if rows.params is not None:
+        for i, params in enumerate(rows.params_list()):
+            if params is not None:
+                most[i] = job.sampling_of(params).max_tokens or limit
+    return int(np.minimum(rows.lengths + most, limit).max())
+
+
+def _first_prompt(job: ResolvedJob, context: JobContext) -> tuple[str, str, int, int] | None:
+    """(text, file, row, tokens) of the first row that makes a prompt, looking at no more than a few thousand."""
+    for window in job.windows()[:1]:
+        for chunk in window.chunks[:16]:
+            for batch in context.dataset.read(chunk.file, chunk.start, chunk.stop, context.hash_columns):
+                for row, values in enumerate(batch.to_rows(), start=batch.start):
+                    prompt = context.renderer.render(values) if row not in batch.errors else None
+                    if prompt is not None and not isinstance(prompt, RowError):
+                        tokens = _count_tokens(context, values)
+                        return prompt.text, job.file_name(chunk.file), row, tokens
+                break
+    return None
+
+
+def _count_tokens(context: JobContext, row: Mapping[str, Any]) -> int:
+    outcome = prepare_rows(context.renderer, context.tokenizer, [row])[0]
+    return 0 if isinstance(outcome, RowError) else len(outcome.token_ids)
