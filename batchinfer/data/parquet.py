@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from batchinfer.data.sources import open_arrow, open_bytes
 from batchinfer.errors import InputError
 
+# With pre_buffer off, column chunks are streamed through a buffer of this size; else a row group is read whole.
 BUFFER_BYTES = 1 << 20
 
 
@@ -59,7 +60,7 @@ def iter_parquet(
     max_bytes: int,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """(first row, batch) from row `start` to the file's end. Big row groups are streamed, never read whole."""
-    with open_arrow(uri, options) as source, pq.ParquetFile(source, buffer_size=BUFFER_BYTES) as file:
+    with open_arrow(uri, options) as source, pq.ParquetFile(source, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
         metadata = file.metadata
         first = 0
         for group in range(metadata.num_row_groups):

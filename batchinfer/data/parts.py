@@ -277,7 +277,7 @@ def read_footer(path: Path) -> dict[str, Any]:
 
 
 def _iter_part(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(path, buffer_size=PAGE_BYTES) as part:
+    with pq.ParquetFile(path, buffer_size=PAGE_BYTES, pre_buffer=False) as part:
         for group in range(part.num_row_groups):
             metadata = part.metadata.row_group(group)
             rows = max(1, min(8_192, ROW_GROUP_BYTES * metadata.num_rows // max(1, metadata.total_byte_size)))

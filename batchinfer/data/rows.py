@@ -116,7 +116,7 @@ def check_text(start: int, table: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[
 def _repair(column: pa.Field, array: pa.Array, start: int, errors: dict[int, RowError]) -> pa.Array:
     pieces = []
     for i in range(len(array)):
-        piece = array.slice(i, 1)
+        piece = array.take(pa.array([i]))  # a copy: validating a slice looks at all nested values
         try:
             piece.validate(full=True)
             if pa.types.is_dictionary(column.type):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -209,9 +210,7 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
     if _is_list(kind) and _is_list(target):
         return _conform_list(array, target)
     if t.is_map(kind) and t.is_map(target):
-        keys, items = conform(array.keys, target.key_type), conform(array.items, target.item_type)
-        mask = array.is_null() if array.null_count else None
-        return pa.MapArray.from_arrays(array.offsets, keys, items, type=target, mask=mask)
+        return _conform_map(array, target)
     return pc.cast(array, target)
 
 
@@ -225,3 +224,13 @@ def _conform_list(array: pa.Array, target: pa.DataType) -> pa.Array:
     if t.is_large_list(target):
         return pa.LargeListArray.from_arrays(offsets, values, type=target, mask=mask)
     return pa.ListArray.from_arrays(offsets.cast(pa.int32()), values, type=target, mask=mask)
+
+
+def _conform_map(array: pa.Array, target: pa.DataType) -> pa.Array:
+    lengths = np.diff(array.offsets.to_numpy())
+    lengths[array.is_null().to_numpy(zero_copy_only=False)] = 0
+    entries = array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field]))).flatten()
+    keys, items = (conform(child, kind) for child, kind in zip(entries.flatten(), (target.key_type, target.item_type)))
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    mask = array.is_null() if array.null_count else None
+    return pa.MapArray.from_arrays(pa.array(offsets), keys, items, type=target, mask=mask)

@@ -22,7 +22,9 @@ TABLE = pa.table(
         "struct": [{"a": 1, "b": "x"}, None, {"a": None, "b": None}, {"a": 2, "b": ""}, {"a": 3, "b": "z"}, None],
         "map": pa.array([[("k", 1)], [], None, [("a", None)], [("b", 2), ("c", 3)], []], pa.map_("string", "int8")),
         "fixed": pa.array([[1, 2], None, [3, None], [5, 6], [7, 8], [9, 0]], pa.list_(pa.int8(), 2)),
-        "money": pa.array([decimal.Decimal("1.10"), None, *[decimal.Decimal(i) for i in range(4)]], pa.decimal128(38, 10)),
+        "money": pa.array(
+            [decimal.Decimal("1.10"), None, *[decimal.Decimal(i) for i in range(4)]], pa.decimal128(38, 10)
+        ),
         "nothing": pa.nulls(6),
         "bytes": pa.array([b"", b"\xff\xfe", None, b"c", b"d", b"e"], pa.binary(-1)),
     }

@@ -1,0 +1,205 @@
+"""Files of one dataset with different schemas (B34): widened where possible, else refused with names."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.data.dataset import open_dataset
+from batchinfer.data.schema import TypeClash, conform, unite, unite_types
+from batchinfer.errors import InputError
+from batchinfer.types.rows import ErrorClass
+
+
+def message(*names: str) -> pa.DataType:
+    return pa.list_(pa.struct([(name, pa.string()) for name in names]))
+
+
+def test_the_four_files(tmp_path: Path) -> None:
+    chat = [[{"role": "user", "content": "x"}]]
+    extra = [[{"role": "user", "content": "x", "name": "n"}]]
+    files = {
+        "f1": pa.table(
+            {"prompt": ["a"], "system": pa.nulls(1), "id": [1], "messages": pa.array(chat, message("role", "content"))}
+        ),
+        "f2": pa.table({"id": [2], "prompt": ["b"], "system": ["s"]}),
+        "f3": pa.table(
+            {
+                "prompt": pa.array(["c"], pa.large_string()),
+                "src": ["web"],
+                "messages": pa.array(extra, message("content", "role", "name")),
+                "id": [3],
+            }
+        ),
+        "f4": pa.table(
+            {"prompt": pa.array(["d"]).dictionary_encode(), "system": ["t"], "id": pa.array([4], pa.int32())}
+        ),
+    }
+    for name, table in files.items():
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    dataset = open_dataset(str(tmp_path))
+    assert dataset.schema == pa.schema(
+        [
+            ("prompt", pa.large_string()),
+            ("system", pa.string()),
+            ("id", pa.int64()),
+            ("messages", message("role", "content", "name")),
+            ("src", pa.string()),
+        ]
+    )
+    rows = []
+    for file in dataset.files:
+        for batch in dataset.read(file.index):
+            assert batch.table.schema == dataset.schema
+            assert not batch.errors
+            batch.table.validate(full=True)
+            rows += batch.to_rows()
+    chat_out = [{"role": "user", "content": "x", "name": None}]
+    assert rows == [
+        {"prompt": "a", "system": None, "id": 1, "messages": chat_out, "src": None},
+        {"prompt": "b", "system": "s", "id": 2, "messages": None, "src": None},
+        {"prompt": "c", "system": None, "id": 3, "messages": extra[0], "src": "web"},
+        {"prompt": "d", "system": "t", "id": 4, "messages": None, "src": None},
+    ]
+
+
+def test_incompatible_types_are_refused_with_file_column_and_types(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"prompt": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(InputError, match=r"column 'prompt': int64 in b\.parquet, but string in a\.parquet"):
+        open_dataset(str(tmp_path))
+    with pytest.raises(InputError, match=r"'m' \(field \[\]\.content\): int64 in two, but string in one"):
+        content = [pa.schema([("m", pa.list_(pa.struct([("content", t)])))]) for t in (pa.string(), pa.int64())]
+        unite([("one", content[0]), ("two", content[1])])
+
+
+def test_two_columns_of_one_name_are_refused() -> None:
+    with pytest.raises(InputError, match=r"x\.parquet has two columns called 'a'"):
+        unite([("x.parquet", pa.schema([("a", pa.int8()), ("a", pa.int8())]))])
+
+
+S, D = pa.string(), pa.dictionary
+WIDENINGS = [
+    (pa.null(), S, S),
+    (pa.int8(), pa.int64(), pa.int64()),
+    (pa.uint8(), pa.int8(), pa.int16()),
+    (pa.uint32(), pa.int32(), pa.int64()),
+    (pa.uint64(), pa.int64(), pa.decimal128(20, 0)),
+    (pa.float16(), pa.float32(), pa.float32()),
+    (pa.int32(), pa.float32(), pa.float64()),
+    (S, pa.large_string(), pa.large_string()),
+    (pa.string_view(), S, S),
+    (pa.binary(), pa.binary(4), pa.binary()),
+    (D(pa.int8(), S), S, S),
+    (D(pa.int8(), S), D(pa.int32(), S), D(pa.int32(), S)),
+    (D(pa.int8(), S), D(pa.int8(), pa.large_string()), pa.large_string()),
+    (D(pa.int8(), S), pa.null(), D(pa.int8(), S)),
+    (pa.decimal128(10, 2), pa.decimal128(10, 4), pa.decimal128(12, 4)),
+    (pa.decimal128(38, 2), pa.decimal128(38, 10), pa.decimal256(46, 10)),
+    (pa.int64(), pa.decimal128(5, 2), pa.decimal128(22, 2)),
+    (pa.timestamp("s"), pa.timestamp("us"), pa.timestamp("us")),
+    (pa.duration("s"), pa.duration("ns"), pa.duration("ns")),
+    (pa.time32("s"), pa.time64("us"), pa.time64("us")),
+    (pa.date32(), pa.date64(), pa.date64()),
+    (pa.list_(pa.null()), pa.list_(S), pa.list_(S)),
+    (pa.list_(pa.int8()), pa.large_list(pa.int16()), pa.large_list(pa.int16())),
+    (pa.list_(pa.int8(), 2), pa.list_(pa.int8(), 3), pa.list_(pa.int8())),
+    (pa.map_(S, pa.int8()), pa.map_(S, pa.int32()), pa.map_(S, pa.int32())),
+    (pa.struct([("a", S)]), pa.struct([("b", S)]), pa.struct([("a", S), ("b", S)])),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "united"), WIDENINGS, ids=str)
+def test_widening(a: pa.DataType, b: pa.DataType, united: pa.DataType) -> None:
+    assert unite_types(a, b) == united
+    if not (pa.types.is_struct(a)):
+        assert unite_types(b, a) == united
+    for kind in (a, b, united):
+        nothing = conform(pa.nulls(3, kind), united)
+        assert nothing.type == united
+        assert nothing.null_count == 3
+        assert conform(pa.nulls(0, kind), united).type == united
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (S, pa.int64()),
+        (S, pa.bool_()),
+        (pa.int8(), pa.bool_()),
+        (S, pa.binary()),
+        (pa.timestamp("s", "UTC"), pa.timestamp("s")),
+        (pa.timestamp("s"), pa.date32()),
+        (pa.list_(S), S),
+        (pa.struct([("a", S)]), pa.map_(S, S)),
+        (pa.list_(S), pa.list_(pa.int8())),
+    ],
+    ids=str,
+)
+def test_clashes(a: pa.DataType, b: pa.DataType) -> None:
+    with pytest.raises(TypeClash):
+        unite_types(a, b)
+
+
+def test_values_keep_their_places_when_conformed() -> None:
+    kind = pa.list_(pa.struct([("a", pa.int8())]))
+    array = pa.array([[{"a": 1}], None, [], [None, {"a": 2}], [{"a": 3}]], kind)
+    target = pa.large_list(pa.struct([("a", pa.int64()), ("b", pa.string())]))
+    for start in range(5):
+        got = conform(array.slice(start), target)
+        assert got.type == target
+        expected = [
+            None if row is None else [None if entry is None else {**entry, "b": None} for entry in row]
+            for row in array.slice(start).to_pylist()
+        ]
+        assert got.to_pylist() == expected
+    fixed = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int8(), 2))
+    assert conform(fixed.slice(1), pa.list_(pa.int32())).to_pylist() == [None, [3, 4]]
+    maps = pa.array([[("a", 1)], None, [("b", 2)]], pa.map_(S, pa.int8()))
+    assert conform(maps.slice(1), pa.map_(S, pa.int32())).to_pylist() == [None, [("b", 2)]]
+
+
+def test_a_value_that_does_not_fit_is_an_error_of_its_row(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1, 2**53 + 1, None, 3]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": [0.5]}), tmp_path / "b.parquet")
+    dataset = open_dataset(str(tmp_path))
+    (batch,) = dataset.read(0)
+    assert batch.table["x"].to_pylist() == [1.0, None, None, 3.0]
+    assert list(batch.errors) == [1]
+    assert batch.errors[1].error_class == ErrorClass.INVALID_ROW
+    assert "9007199254740993" in batch.errors[1].message
+
+
+def test_times_keep_their_instant(tmp_path: Path) -> None:
+    early = datetime.datetime(1, 1, 1)
+    pq.write_table(pa.table({"x": pa.array([early], pa.timestamp("us"))}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": pa.array([1], pa.timestamp("ns"))}), tmp_path / "b.parquet")
+    dataset = open_dataset(str(tmp_path))
+    assert dataset.schema.field("x").type == pa.timestamp("ns")
+    (batch,) = dataset.read(0)
+    assert list(batch.errors) == [0]  # year 1 has no nanoseconds in 64 bits: said, not wrapped around
+
+
+def test_metadata_of_other_programs_is_dropped(tmp_path: Path) -> None:
+    schema = pa.schema([pa.field("x", pa.int8(), False, {"unit": "m"})], {"huggingface": "{}", "pandas": "{}"})
+    pq.write_table(pa.table({"x": [1]}, schema=schema), tmp_path / "a.parquet")
+    united = open_dataset(str(tmp_path)).schema
+    assert united.metadata is None
+    assert united.field("x").nullable
+    assert united.field("x").metadata == {b"unit": b"m"}
+
+
+def test_several_formats_are_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"x": 2}\n')
+    (tmp_path / "README.md").write_text("hello")
+    with caplog.at_level(logging.WARNING, "batchinfer.data"):
+        dataset = open_dataset(str(tmp_path))
+    assert dataset.num_rows == 2
+    assert "several formats" in caplog.text
+    assert "README.md" in caplog.text
