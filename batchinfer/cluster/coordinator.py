@@ -62,11 +62,12 @@ class Coordinator:
         client: Any,
         workers: Workers,
         base: Tally,
+        parts_done: int,
         names: list[str],
         on_progress: Callable[[Progress], None],
         lost_lock: Callable[[], bool],
     ) -> None:
-        """`base`: outcomes in parts that are out already."""
+        """`base`, `parts_done`: outcomes in parts that are out already, and how many those are."""
         self.job = job
         self.run_path = run
         self.epoch = epoch
@@ -78,6 +79,7 @@ class Coordinator:
         self.inbox: queue.SimpleQueue[Event | _News | _TaskDone] = queue.SimpleQueue()
         self.end: ev.EndJob | None = None
         self.notes: list[str] = []
+        self._parts_done = parts_done
         self._outbox = Outbox(client, self._undelivered)
         self._addresses: dict[str, str] = {}
         self._plans: dict[int, WindowPlan | None] = {}
@@ -197,6 +199,7 @@ class Coordinator:
                 time.monotonic(),
                 self.state.tally,
                 phase=self.state.phase,
+                parts_done=self._parts_done,
                 prompt_tokens=sums[0],
                 completion_tokens=sums[1],
                 workers_ready=sum(worker.phase == "ready" for worker in states),
@@ -338,6 +341,7 @@ class Coordinator:
                 return ev.RowGivenUp(piece)
             case ev.CommitChunk(window, chunk):
                 _log.info("part of chunk %d is out: %d rows, %d bytes", chunk, result.num_rows, result.num_bytes)
+                self._parts_done += 1
                 return ev.ChunkCommitted(window, chunk)
             case ev.CleanWindow(window):
                 self._plans.pop(window, None)

@@ -23,6 +23,7 @@ class Progress:
     completion_tokens_per_s: float
     eta_s: float | None
     elapsed_s: float
+    parts_done: int
     workers_ready: int
     workers: int
     notes: tuple[str, ...] = ()
@@ -40,6 +41,7 @@ class ProgressMeter:
         tally: Tally,
         *,
         phase: str,
+        parts_done: int,
         prompt_tokens: int,
         completion_tokens: int,
         workers_ready: int,
@@ -67,6 +69,7 @@ class ProgressMeter:
             completion_tokens_per_s=rates[2],
             eta_s=0.0 if left <= 0 else left / rates[0] if rates[0] > 0 else None,
             elapsed_s=now - self._start,
+            parts_done=parts_done,
             workers_ready=workers_ready,
             workers=workers,
             notes=notes,

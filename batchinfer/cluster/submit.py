@@ -14,8 +14,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,14 +25,17 @@ from batchinfer_kernels import determinism
 from batchinfer.cluster.local import LocalWorkers
 from batchinfer.cluster.progress import Progress
 from batchinfer.cluster.resume import Committed, find_committed
+from batchinfer.cluster.status_writer import StatusWriter
 from batchinfer.errors import BatchinferError, ConfigError, FailureLimitReached, Interrupted
 from batchinfer.job.cleaning import clean_leftovers
 from batchinfer.job.driver_lock import DriverLock, lock_store
-from batchinfer.job.manifest import ResolvedJob, freeze_job, move_aside, save_run
+from batchinfer.job.manifest import ResolvedJob, freeze_job, load_manifest, move_aside, save_run
 from batchinfer.job.report import JobReport, summarize
 from batchinfer.job.resolve import resolve_job
+from batchinfer.job.retry import finish_retry, open_retry
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.state import JobState, Limits, WindowPlan
+from batchinfer.job.status import State
 from batchinfer.log import log_to_file
 
 _log = logging.getLogger("batchinfer.cluster")
@@ -40,11 +43,16 @@ _log = logging.getLogger("batchinfer.cluster")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """How a job ended that ran to its end. `already_finished`: it was before, and nothing was run."""
+    """How a job ended that ran to its end.
+
+    rows_run           in this run: of a resumed job, those that were not in parts before
+    already_finished   it was before, and nothing was run
+    """
 
     output: Path
     report: JobReport
     elapsed_s: float
+    rows_run: int
     already_finished: bool = False
     notes: tuple[str, ...] = ()
 
@@ -63,19 +71,48 @@ class Listener:
 
 def run_job(spec: JobSpec, *, fresh: bool = False, extend: bool = False, listener: Listener | None = None) -> JobResult:
     """Runs a job, or goes on with it. Raises Interrupted, FailureLimitReached, ConfigError, BatchinferError."""
+    start = time.monotonic()
     listener = listener or Listener()
-    job = resolve_job(spec, extend=extend, ignore_existing=fresh, instruction_level=determinism.instruction_level())
-    store = lock_store(job.layout.output)
+    level = determinism.instruction_level()
+    job = resolve_job(spec, extend=extend, ignore_existing=fresh, instruction_level=level)
     if fresh and job.layout.output.exists():
+        store = lock_store(job.layout.output)
         DriverLock.claim(store, on_wait=listener.said).release()  # refuses while somebody is at work there
         aside = move_aside(job.layout)
         if aside is not None:
             listener.said(f"the old output was moved to {aside}")
-    with DriverLock.claim(store, on_wait=listener.said) as lock, log_to_file(job.layout.log):
-        lock.start_heartbeat()
+    with _driving(job, listener) as lock:
         job = freeze_job(job)
+        rows_run, notes = _run(job, lock, listener)
+        return _result(job, rows_run, notes, start)
+
+
+def retry_job(spec: JobSpec, *, error_class: str | None = None, listener: Listener | None = None) -> JobResult:
+    """Runs failed rows again and replaces them. Raises like `run_job`."""
+    start = time.monotonic()
+    listener = listener or Listener()
+    job = resolve_job(spec, retry=True, instruction_level=determinism.instruction_level())
+    with _driving(job, listener) as lock:
+        plan = open_retry(job, error_class)
+        whole = load_manifest(job.layout)
+        assert whole is not None
+        if plan is None:
+            listener.said("no row is to be run again")
+            return _result(whole, 0, (), start)
+        listener.said(f"{plan.num_rows} rows are run again")
+        rows_run, notes = _run(plan.job, lock, listener)
+        finish_retry(plan.job)
+        return _result(whole, rows_run, notes, start)
+
+
+@contextlib.contextmanager
+def _driving(job: ResolvedJob, listener: Listener) -> Iterator[DriverLock]:
+    """This process is the job's driver, and writes its log."""
+    layout = replace(job.layout, retry=None)
+    with DriverLock.claim(lock_store(layout.output), on_wait=listener.said) as lock, log_to_file(layout.log):
+        lock.start_heartbeat()
         try:
-            return _run(job, lock, listener)
+            yield lock
         except BatchinferError as error:
             _log.error("the run ends: %s", error)
             raise
@@ -84,23 +121,38 @@ def run_job(spec: JobSpec, *, fresh: bool = False, extend: bool = False, listene
             raise
 
 
-def _run(job: ResolvedJob, lock: DriverLock, listener: Listener) -> JobResult:
-    start = time.monotonic()
+def _run(job: ResolvedJob, lock: DriverLock, listener: Listener) -> tuple[int, list[str]]:
+    """Runs what is not in parts yet: how many rows that were, and what is worth a word in the end."""
     windows = job.windows()
     committed = find_committed(job, windows)
     plans = [WindowPlan(window.window, tuple(chunk.chunk for chunk in window.chunks)) for window in windows]
     state = JobState(plans, committed=committed.chunks, limits=limits_of(job.spec))
+    writer = StatusWriter(job, lock.epoch, committed, sum(len(plan.chunks) for plan in plans))
     if state.idle:
         _log.info("nothing is left to do")
-        return _result(job, (), start, already=True)
+        writer.end("finished")
+        return 0, []
     clean_leftovers(job.layout)
     run = str(save_run(job, lock.epoch))
-    _log.info("epoch %d: %d of %d rows are in parts that are out", lock.epoch, committed.tally.rows, job.num_rows)
-    notes = run_on_local_workers(job, run, lock, state, committed, listener)
-    return _result(job, notes, start)
+    num_rows = sum(window.num_rows for window in windows)
+    _log.info("epoch %d: %d of %d rows are in parts that are out", lock.epoch, committed.tally.rows, num_rows)
+
+    def progressed(progress: Progress) -> None:
+        writer.progress(progress)
+        listener.progress(progress)
+
+    told = Listener(said=listener.said, progress=progressed)
+    try:
+        notes = run_on_local_workers(job, run, lock, state, committed, told)
+    except BatchinferError as error:
+        ends: dict[type, State] = {Interrupted: "interrupted", FailureLimitReached: "failure_limit"}
+        writer.end(ends.get(type(error), "failed"), str(error))
+        raise
+    writer.end("finished")
+    return job.num_rows - committed.tally.rows, notes
 
 
-def _result(job: ResolvedJob, notes: Sequence[str], start: float, already: bool = False) -> JobResult:
+def _result(job: ResolvedJob, rows_run: int, notes: Sequence[str], start: float) -> JobResult:
     """Counted from the parts themselves: what was published, not what was meant to be."""
     report = summarize(job)
     if report.rows_done != report.rows_total:
@@ -112,7 +164,8 @@ def _result(job: ResolvedJob, notes: Sequence[str], start: float, already: bool 
         output=job.layout.output,
         report=report,
         elapsed_s=time.monotonic() - start,
-        already_finished=already,
+        rows_run=rows_run,
+        already_finished=rows_run == 0,
         notes=tuple(notes),
     )
 
@@ -181,6 +234,7 @@ def run_on_local_workers(
                     client=client,
                     workers=workers,
                     base=committed.tally,
+                    parts_done=len(committed.chunks),
                     names=workers.names,
                     on_progress=listener.progress,
                     lost_lock=lambda: lock.lost,

@@ -1,0 +1,222 @@
+"""The commands. Each imports what it needs when it runs, so that `batchinfer --help` is there at once.
+
+Results go to standard output, everything else (progress, errors) to standard error. An error that the user can do
+something about is one message; what is unexpected leaves its traceback in a file that the message names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchinfer.errors import BatchinferError, ConfigError, Interrupted
+
+EXIT_CODES = """\b
+Exit codes:
+  0   every row completed
+  3   finished, some rows are error rows
+  4   stopped by the failure limit: mend the cause, run the same command again
+  2   the job file, the model or the input is wrong
+  75  interrupted: run the same command again to go on
+  1   anything else
+"""
+_SET_HELP = "Override a key of the job file: --set sampling.max_tokens=64. May be given often."
+
+
+def _overrides(command: Any) -> Any:
+    return click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help=_SET_HELP)(command)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=EXIT_CODES)
+@click.version_option(package_name="batchinfer")
+def cli() -> None:
+    """Offline batch LLM inference: a dataset of prompts in, the same dataset with completions out."""
+
+
+@cli.command()
+@click.argument("job", type=click.Path())
+@_overrides
+@click.option("--fresh", is_flag=True, help="Start over: the old output folder is moved aside, never deleted.")
+@click.option("--extend", is_flag=True, help="Go on with files that were added beside unchanged ones.")
+@click.option("--dry-run", is_flag=True, help="Check everything and show what would be run; write nothing.")
+def submit(job: str, overrides: tuple[str, ...], fresh: bool, extend: bool, dry_run: bool) -> int:
+    """Run a job in the foreground, or go on with it: the same command resumes."""
+    from batchinfer.job.spec import JobSpec
+
+    spec = JobSpec.from_yaml(job, overrides=overrides)
+    if dry_run:
+        from batchinfer.cli.plan_command import show_plan
+
+        return show_plan(spec, read_rows=False, extend=extend, ignore_existing=fresh)
+    from batchinfer.cli.display import ProgressDisplay
+    from batchinfer.cli.texts import result_text
+    from batchinfer.cluster.submit import run_job
+
+    with ProgressDisplay() as display:
+        result = run_job(spec, fresh=fresh, extend=extend, listener=display.listener())
+    click.echo(result_text(result))
+    return result.exit_code
+
+
+@cli.command()
+@click.argument("job", type=click.Path())
+@_overrides
+def plan(job: str, overrides: tuple[str, ...]) -> int:
+    """Read, render and tokenize every row without loading the model: what a run would meet and cost."""
+    from batchinfer.cli.plan_command import show_plan
+    from batchinfer.job.spec import JobSpec
+
+    return show_plan(JobSpec.from_yaml(job, overrides=overrides), read_rows=True)
+
+
+@cli.command()
+@click.argument("job", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def status(job: str, as_json: bool) -> int:
+    """Show how far a job is. JOB is a job file or its output folder; works while the job runs, on any machine."""
+    from batchinfer.cli.texts import status_text
+    from batchinfer.job.status import read_status
+
+    found = read_status(output_folder(job))
+    click.echo(found.to_json() if as_json else status_text(found))
+    return 0
+
+
+@cli.command()
+@click.argument("job", type=click.Path())
+def verify(job: str) -> int:
+    """Prove that the output holds each input row exactly once. JOB is a job file or its output folder."""
+    from batchinfer.cli.texts import verify_text
+    from batchinfer.job.layout import JobLayout
+    from batchinfer.job.manifest import load_manifest
+    from batchinfer.job.verify import verify_job
+
+    folder = output_folder(job)
+    resolved = load_manifest(JobLayout(folder))
+    if resolved is None:
+        raise ConfigError(f"{folder}: no batchinfer job here; give a job file, or the folder of its output")
+    report = verify_job(resolved)
+    click.echo(verify_text(report))
+    return 0 if report.ok else 1
+
+
+@cli.command()
+@click.argument("job", type=click.Path())
+@click.option("--class", "error_class", metavar="CLASS", help="Only rows of this error class.")
+@_overrides
+def retry(job: str, error_class: str | None, overrides: tuple[str, ...]) -> int:
+    """Run failed rows again, and replace them: those of all retryable error classes, or of one."""
+    from batchinfer.cli.display import ProgressDisplay
+    from batchinfer.cli.texts import result_text
+    from batchinfer.cluster.submit import retry_job
+    from batchinfer.job.spec import JobSpec
+
+    spec = JobSpec.from_yaml(job, overrides=overrides)
+    with ProgressDisplay() as display:
+        result = retry_job(spec, error_class=error_class, listener=display.listener())
+    click.echo(result_text(result))
+    return result.exit_code
+
+
+@cli.command()
+def schema() -> int:
+    """Print the JSON Schema of a job file, for editors."""
+    import json
+
+    from batchinfer.job.spec import JobSpec
+
+    click.echo(json.dumps(JobSpec.json_schema(), indent=2))
+    return 0
+
+
+@cli.command()
+@click.argument("model")
+def inspect(model: str) -> int:
+    """Show what a model's files say, without loading it. MODEL is a folder, a .gguf file or a hub id."""
+    from batchinfer.cli.texts import model_text
+    from batchinfer.modelfiles import open_model
+
+    click.echo(model_text(open_model(model)))
+    return 0
+
+
+@cli.command(hidden=True)
+@click.argument("model")
+@click.argument("out")
+def quantize(model: str, out: str) -> int:
+    """Planned."""
+    raise ConfigError("quantize is planned and not there yet; GGUF files are read as they are stored")
+
+
+def output_folder(job: str) -> Path:
+    """Of a job file, or the folder itself."""
+    path = Path(job)
+    if path.is_dir():
+        return path
+    from batchinfer.job.spec import JobSpec
+
+    return Path(JobSpec.from_yaml(path).output.path)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    _open_standard_files()
+    code = _run(arguments)
+    with contextlib.suppress(OSError, ValueError):  # the reader of our output may have left
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Not sys.exit: by now nothing is left to tidy up, and a library's thread must not hold up the end.
+    os._exit(code)
+
+
+def _run(arguments: list[str] | None) -> int:
+    logging.getLogger("batchinfer").addHandler(logging.NullHandler())
+    try:
+        return int(cli.main(args=arguments, prog_name="batchinfer", standalone_mode=False) or 0)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except BatchinferError as error:
+        _complain(str(error), "Stopped" if isinstance(error, Interrupted) else "Error")
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        _complain("the same command goes on", "Interrupted")
+        return Interrupted.exit_code
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        with tempfile.NamedTemporaryFile("w", prefix="batchinfer-error-", suffix=".txt", delete=False) as file:
+            traceback.print_exc(file=file)
+        _complain(f"{type(error).__name__}: {error}\nThis is not expected; the details are in {file.name}.")
+        return 1
+
+
+def _complain(message: str, kind: str = "Error") -> None:
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(f"{kind}: {message}", err=True)
+
+
+def _open_standard_files() -> None:
+    """A closed standard output must not become the number of the next file that is opened."""
+    while True:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+        if descriptor > 2:
+            os.close(descriptor)
+            break
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
+
+
+if __name__ == "__main__":
+    main()

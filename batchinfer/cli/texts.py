@@ -1,0 +1,151 @@
+"""Results as text: plain functions from what the rooms report to what a person reads. Prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batchinfer.cluster.submit import JobResult
+    from batchinfer.job.status import JobStatus
+    from batchinfer.job.verify import VerifyReport
+    from batchinfer.modelfiles import ModelFiles
+
+MAX_PROBLEMS = 50
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def rate(value: float) -> str:
+    if value >= 100_000:
+        return f"{value / 1000:,.0f}k"
+    if value >= 10_000:
+        return f"{value / 1000:.1f}k"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    seconds = round(seconds)
+    hours, minutes, rest = seconds // 3600, seconds // 60 % 60, seconds % 60
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def num_bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def table(rows: Mapping[str, object] | list[tuple[str, object]]) -> str:
+    pairs = list(rows.items()) if isinstance(rows, Mapping) else rows
+    width = max((len(key) for key, _ in pairs), default=0)
+    return "\n".join(f"  {key:<{width}}  {value}" for key, value in pairs)
+
+
+def failed_text(failed: Mapping[str, int]) -> str:
+    return ", ".join(f"{number(count)} {name}" for name, count in sorted(failed.items(), key=lambda i: -i[1]))
+
+
+def result_text(result: JobResult) -> str:
+    report = result.report
+    head = "The job is finished already." if result.already_finished else "The job is finished."
+    rows: list[tuple[str, object]] = [("rows", number(report.rows_done))]
+    if report.rows_failed:
+        rows.append(("error rows", f"{number(report.rows_failed)} ({failed_text(report.failed)})"))
+    shared = f" ({100 * report.cached_tokens / report.prompt_tokens:.0f} % shared)" if report.cached_tokens else ""
+    rows += [
+        ("tokens in", number(report.prompt_tokens) + shared),
+        ("tokens out", number(report.completion_tokens)),
+    ]
+    if not result.already_finished:
+        seconds = max(result.elapsed_s, 1e-9)
+        speed = f"{rate(result.rows_run / seconds)} rows/s" if result.rows_run else ""
+        rows.append(("time", f"{duration(seconds)}{', ' + speed if speed else ''}"))
+    rows.append(("output", f"{result.output} ({report.parts_done} files, {num_bytes(report.num_bytes)})"))
+    text = f"{head}\n{table(rows)}"
+    for note in result.notes:
+        text += f"\nNote: {note}"
+    return text
+
+
+def status_text(status: JobStatus) -> str:
+    share = f" ({100 * status.rows_done / status.rows_total:.1f} %)" if status.rows_total else ""
+    rows: list[tuple[str, object]] = [
+        ("state", status.state.replace("_", " ")),
+        ("rows", f"{number(status.rows_done)} of {number(status.rows_total)}{share}"),
+        ("files", f"{number(status.parts_done)} of {number(status.parts_total)}"),
+    ]
+    if status.rows_failed:
+        classes = f" ({failed_text(status.failed)})" if status.failed else ""
+        rows.append(("error rows", number(status.rows_failed) + classes))
+    rows += [
+        ("tokens", f"{number(status.prompt_tokens)} in, {number(status.completion_tokens)} out"),
+    ]
+    if status.state in ("planning", "running"):
+        rows.append(("workers", status.workers))
+        rows.append(
+            (
+                "per second",
+                f"{rate(status.rows_per_s)} rows, {rate(status.prompt_tokens_per_s)} tokens in, "
+                f"{rate(status.completion_tokens_per_s)} tokens out",
+            )
+        )
+        if status.eta_s is not None:
+            rows.append(("time left", duration(status.eta_s)))
+        rows.append(("driver", f"process {status.pid} on {status.host}, {duration(status.quiet_s)} ago"))
+    if status.message:
+        rows.append(("note", status.message))
+    return f"{status.name}\n{table(rows)}"
+
+
+def verify_text(report: VerifyReport) -> str:
+    counts = (
+        f"{number(report.rows_found)} of {number(report.rows_expected)} rows in "
+        f"{number(report.parts_found)} of {number(report.parts_expected)} files"
+    )
+    if report.ok:
+        failed = f"; {number(report.rows_failed)} of them are error rows" if report.rows_failed else ""
+        return f"Proved: every input row is in the output exactly once, and all checksums hold.\n  {counts}{failed}"
+    lines = [f"NOT proved: {number(len(report.problems))} problems", f"  {counts}"]
+    lines += [f"  {problem}" for problem in report.problems[:MAX_PROBLEMS]]
+    if len(report.problems) > MAX_PROBLEMS:
+        lines.append(f"  and {number(len(report.problems) - MAX_PROBLEMS)} more")
+    return "\n".join(lines)
+
+
+def model_text(files: ModelFiles) -> str:
+    config = files.config
+    rows: list[tuple[str, object]] = [
+        ("kind", files.kind),
+        ("architecture", ", ".join(config.get("architectures") or []) or "unknown"),
+    ]
+    for key, words in (
+        ("num_hidden_layers", "layers"),
+        ("hidden_size", "hidden size"),
+        ("num_attention_heads", "attention heads"),
+        ("num_key_value_heads", "KV heads"),
+        ("head_dim", "head size"),
+        ("vocab_size", "vocabulary"),
+    ):
+        if config.get(key) is not None:
+            rows.append((words, number(config[key])))
+    rows += [
+        ("context", f"{number(files.max_model_len)} tokens"),
+        ("end tokens", ", ".join(map(str, sorted(files.eos_token_ids))) or "none"),
+        ("chat templates", ", ".join(files.chat_templates) or "none"),
+        ("tokenizer", files.tokenizer.kind),
+    ]
+    if files.weight_files:
+        size = sum(path.stat().st_size for path in files.weight_files)
+        rows.append(("weights", f"{len(files.weight_files)} files, {num_bytes(size)}"))
+    if files.generation_config:
+        rows.append(("generation", ", ".join(f"{k}={v}" for k, v in sorted(files.generation_config.items()))))
+    return f"{files.name}\n{table(rows)}"

@@ -1,0 +1,88 @@
+"""The Python API of whole jobs: `batchinfer.submit`, `batchinfer.map`. Same driver as the command line's."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchinfer.cluster.submit import JobResult, Listener, run_job
+from batchinfer.errors import ConfigError
+from batchinfer.job.spec import JobSpec
+
+if TYPE_CHECKING:
+    import datasets
+
+Job = JobSpec | Mapping[str, Any] | str | Path
+
+
+def submit(job: Job, *, fresh: bool = False, extend: bool = False, listener: Listener | None = None) -> JobResult:
+    """Runs a job to its end, or goes on with it.
+
+    job   a JobSpec, its dict form, or the path of a job file
+
+    Raises what the command line would exit with: ConfigError (2), FailureLimitReached (4), Interrupted (75),
+    BatchinferError (1). Error rows raise nothing: see `result.report` and `result.exit_code`.
+    """
+    return run_job(as_spec(job), fresh=fresh, extend=extend, listener=listener)
+
+
+def map(
+    dataset: datasets.Dataset, job: Job, *, output: str | Path | None = None, listener: Listener | None = None
+) -> datasets.Dataset:
+    """Runs a Hugging Face dataset through a job: the same rows, in the same order, with the output columns.
+
+    job      as in `submit`, without `input.path`; `output.path` may be left out too
+    output   where the result is kept, so that a call with the same dataset goes on after an interruption; default:
+             the job's output.path, else a temporary folder that lives as long as this process
+    """
+    import datasets as hf
+
+    if not isinstance(dataset, hf.Dataset):
+        raise ConfigError(
+            f"batchinfer.map takes a datasets.Dataset, got {type(dataset).__name__}; "
+            "take one split of a DatasetDict, or submit a job over files"
+        )
+    data = _as_dict(job)
+    given = output or data.get("output", {}).get("path")
+    folder = Path(given) if given else Path(_scratch()) / "output"
+    # Beside the output, under a name by content: the same dataset finds its own input again, and a resume works.
+    source = folder.parent / f".{folder.name}.input-{dataset._fingerprint}.parquet"
+    if not source.exists():
+        source.parent.mkdir(parents=True, exist_ok=True)
+        part = source.with_suffix(".tmp")
+        dataset.to_parquet(str(part))
+        part.rename(source)
+    data["input"] = {**data.get("input", {}), "path": str(source), "format": "parquet"}
+    data["output"] = {**data.get("output", {}), "path": str(folder)}
+    run_job(JobSpec.from_dict(data), listener=listener)
+    return hf.Dataset.from_parquet([str(path) for path in sorted(folder.glob("part-*.parquet"))])
+
+
+def as_spec(job: Job) -> JobSpec:
+    if isinstance(job, JobSpec):
+        return job
+    if isinstance(job, Mapping):
+        return JobSpec.from_dict(job)
+    return JobSpec.from_yaml(job)
+
+
+def _as_dict(job: Job) -> dict[str, Any]:
+    if isinstance(job, JobSpec):
+        return job.model_dump(exclude_unset=True)
+    if isinstance(job, Mapping):
+        return dict(job)
+    from batchinfer.job.job_file import read_job_file
+
+    return dict(read_job_file(job).data)
+
+
+_scratch_folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+def _scratch() -> str:
+    global _scratch_folder
+    if _scratch_folder is None:
+        _scratch_folder = tempfile.TemporaryDirectory(prefix="batchinfer-map-")
+    return tempfile.mkdtemp(dir=_scratch_folder.name)
