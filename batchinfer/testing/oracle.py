@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ class Oracle:
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype, attn_implementation="eager", local_files_only=True, **more
         ).eval()
+        # transformers renamed the argument within version 5.
+        known = inspect.signature(self.model.forward).parameters
+        self._cache_argument = "cache" if "cache" in known else "past_key_values"
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -48,11 +52,23 @@ class Oracle:
         cache: Any = None
         feed = list(token_ids)
         while len(out) < max_tokens and (not out or out[-1] not in eos_token_ids):
-            answer = self.model(torch.tensor([feed]), past_key_values=cache, use_cache=True)
-            cache = answer.past_key_values
+            answer = self.model(torch.tensor([feed]), use_cache=True, **{self._cache_argument: cache})
+            cache = answer[self._cache_argument]
             row = answer.logits[0, -1].float()
             best = row.topk(2).values
             gaps.append(float(best[0] - best[1]))
             out.append(int(row.argmax()))
             feed = out[-1:]
         return out, gaps
+
+    def disagreements(self, token_ids: Sequence[int], completion: Sequence[int]) -> list[tuple[int, float]]:
+        """Where a completion is not the greedy one: (position in it, how far its token's logit is below the best).
+
+        One pass over prompt and completion: each token is judged after the completion's own tokens before it. An
+        empty list says that `greedy` gives the same; entries of less than 1e-3 are near-ties.
+        """
+        logits = self.logits([*token_ids, *completion[:-1]])[len(token_ids) - 1 :]
+        chosen = logits.gather(1, torch.tensor(list(completion))[:, None])[:, 0]
+        behind = logits.amax(-1) - chosen
+        wrong = (logits.argmax(-1) != torch.tensor(list(completion))).nonzero()[:, 0].tolist()
+        return [(position, float(behind[position])) for position in wrong]
