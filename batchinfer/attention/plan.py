@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from batchinfer_kernels.probe import RowRule
+from batchinfer_kernels.cpu import SUM_WIDTH
+from batchinfer_kernels.probe import AttentionTiles, RowRule
 from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
@@ -55,12 +56,28 @@ class AttentionShape:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths at which a split may be computed: whole blocks, and whole 64-token sums (see `cpu`)."""
-        if self.row_rule.tile_rows is not None:
-            return (self.split_size,)
-        quarter = self.split_size // 4
-        sizes = [w for w in (quarter, 2 * quarter) if w and w % self.block_size == 0 and w % 64 == 0]
-        return (*sizes, self.split_size)
+        """Widths at which a split may be computed."""
+        return split_widths(self.split_size, self.block_size, self.row_rule)
+
+
+def split_widths(split_size: int, block_size: int, rule: RowRule) -> tuple[int, ...]:
+    """Ascending widths at which a split may be computed: whole blocks, and whole 64-token sums (see `cpu`)."""
+    if rule.tile_rows is not None:
+        return (split_size,)
+    quarter = split_size // 4
+    sizes = [w for w in (quarter, 2 * quarter) if w and w % block_size == 0 and w % SUM_WIDTH == 0]
+    return (*sizes, split_size)
+
+
+def query_tiles(rule: RowRule) -> tuple[int, ...]:
+    """Ascending numbers of queries that tiles may have."""
+    return (SHORT_QUERY_TILE,) if rule.tile_rows is not None else (1, SHORT_QUERY_TILE, QUERY_TILE)
+
+
+def product_tiles(*, head_dim: int, group: int, split_size: int, block_size: int, rule: RowRule) -> AttentionTiles:
+    """What the probe tries for heads that share KV heads in groups of `group`."""
+    rows = tuple(queries * _rows_per_query(rule, group, queries) for queries in query_tiles(rule))
+    return AttentionTiles(head_dim=head_dim, row_counts=rows, widths=split_widths(split_size, block_size, rule))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +156,8 @@ def plan_attention(batch: StepBatch, shape: AttentionShape) -> AttentionPlan:
 
 def _cut(batch: StepBatch, shape: AttentionShape) -> _Tiles:
     size = shape.split_size
-    chunk_queries = np.full_like(batch.lengths, SHORT_QUERY_TILE)
-    if shape.row_rule.tile_rows is None:
-        chunk_queries[batch.lengths > SHORT_QUERY_TILE] = QUERY_TILE
-        chunk_queries[batch.lengths == 1] = 1
+    sizes = np.array(query_tiles(shape.row_rule))
+    chunk_queries = sizes[np.minimum(np.searchsorted(sizes, batch.lengths), len(sizes) - 1)]
     per_chunk = -(-batch.lengths // chunk_queries)
     chunk = np.repeat(np.arange(len(batch.lengths)), per_chunk)
     queries = chunk_queries[chunk]
@@ -172,10 +187,12 @@ def _cut(batch: StepBatch, shape: AttentionShape) -> _Tiles:
     )
 
 
-def _rows_per_query(shape: AttentionShape, queries: int) -> int:
+def _rows_per_query(rule: RowRule, group: int, queries: int) -> int:
     """Rows of a tile per query: the heads of a group, more where a product would have too few rows."""
-    group = shape.num_heads // shape.num_kv_heads
-    return -(-shape.row_rule.padded(queries * group) // queries)
+    rows = group
+    while rule.padded(queries * rows) != queries * rows:
+        rows += 1
+    return rows
 
 
 def _make_slabs(batch: StepBatch, shape: AttentionShape, tiles: _Tiles) -> tuple[list[Slab], Ints, int, int]:
@@ -186,7 +203,7 @@ def _make_slabs(batch: StepBatch, shape: AttentionShape, tiles: _Tiles) -> tuple
     tile_queries = tiles.queries[tiles.of_tile]
     num_rows = buffer_elements = 0
     for queries in np.unique(tile_queries):
-        per_query = _rows_per_query(shape, int(queries))
+        per_query = _rows_per_query(shape.row_rule, group, int(queries))
         row_query, row_head = np.divmod(np.arange(queries * per_query), per_query)
         row_head = np.minimum(row_head, group - 1)
         for width in np.unique(tiles.width[tile_queries == queries]):
@@ -237,7 +254,7 @@ def _find_results(
     first = np.zeros_like(last)
     if shape.window is not None:
         first = np.maximum(position - shape.window + 1, 0) // shape.split_size
-    per_query = np.array([_rows_per_query(shape, int(q)) for q in tiles.queries])[of]
+    per_query = np.array([_rows_per_query(shape.row_rule, group, int(q)) for q in tiles.queries])[of]
     kv_head, head = np.divmod(np.arange(shape.num_heads), group)
 
     def rows_of(tokens: Ints, split: Ints) -> Ints:

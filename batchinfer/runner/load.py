@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from functools import partial
 
 import torch
 from batchinfer_kernels.determinism import instruction_level, prepare
@@ -15,6 +16,7 @@ from batchinfer_kernels.probe import RowFacts, find_row_rule
 from batchinfer_kernels.table import resolve
 
 from batchinfer.attention.backend import TiledAttention
+from batchinfer.attention.plan import product_tiles
 from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles
@@ -55,7 +57,7 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     facts["torch"] = Fact(torch.__version__, "installed")
 
     max_model_len = max_model_len or config.max_model_len or files.max_model_len
-    row_facts = _probe(files, device)
+    row_facts = _probe(files, config, device)
     facts["row_rule"] = Fact(str(row_facts.rule), f"measured with {row_facts.threads} threads")
     facts["batch_invariant"] = Fact(row_facts.holds, "measured")
     if not row_facts.holds:
@@ -171,18 +173,24 @@ def _instruction_fact(device: torch.device) -> Fact:
     return Fact(instruction_level(), f"the CPU ({platform.machine()}), MKL_CBWR={mode}" if mode else "the CPU")
 
 
-def _probe(files: ModelFiles, device: torch.device) -> RowFacts:
-    config = files.config
-
+def _probe(files: ModelFiles, config: EngineConfig, device: torch.device) -> RowFacts:
     def size(key: str, default: int) -> int:
-        value = config.get(key)
+        value = files.config.get(key)
         return value if isinstance(value, int) and value > 0 else default
 
-    hidden = size("hidden_size", 64)
-    inner = size("intermediate_size", 4 * hidden)
-    q_size = size("num_attention_heads", 1) * size("head_dim", hidden // size("num_attention_heads", 1))
-    shapes = [(q_size, hidden), (hidden, q_size), (2 * inner, hidden), (hidden, inner)]
-    return find_row_rule(shapes, device=str(device))
+    hidden, heads = size("hidden_size", 64), size("num_attention_heads", 1)
+    inner, head_dim = size("intermediate_size", 4 * hidden), size("head_dim", hidden // heads)
+    group = max(1, heads // size("num_key_value_heads", heads))
+    q_size = heads * head_dim
+    shapes = [(2 * inner, hidden), (hidden, inner)] + [(hidden, q_size)] * (q_size != hidden)
+    tiles = partial(
+        product_tiles,
+        head_dim=head_dim,
+        group=group,
+        split_size=config.split_size,
+        block_size=config.block_size,
+    )
+    return find_row_rule(shapes, attention=lambda rule: tiles(rule=rule), device=str(device))
 
 
 def _number(value: int | str, auto: int) -> int:

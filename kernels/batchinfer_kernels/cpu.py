@@ -17,7 +17,7 @@ from batchinfer_kernels.probe import RowRule, product
 # A product whose output is wider than this (a language model's head) runs in tiles of this many columns: the rate
 # of MKL falls by a third when its output does not stay in the caches.
 HEAD_TILE = 2048
-_SUM_WIDTH = 64
+SUM_WIDTH = 64
 
 
 def make_linear(rule: RowRule) -> Callable[..., Tensor]:
@@ -86,7 +86,7 @@ def attend_tiles(
     top = scores.amax(-1, keepdim=True).clamp_(min=-1e30)
     weights = scores.sub_(top).exp_()
     # Summed in pieces of one width, so that the order of additions does not depend on the width.
-    total = weights.view(batch, -1, width // min(width, _SUM_WIDTH), min(width, _SUM_WIDTH)).sum(-1).sum(-1, True)
+    total = weights.view(batch, -1, width // min(width, SUM_WIDTH), min(width, SUM_WIDTH)).sum(-1).sum(-1, True)
     torch.index_select(v_cache.view(-1, block_size * head_dim), 0, block_rows, out=gathered)
     result = torch.bmm(weights, gathered.view(shape).float())
     torch.div(result, total.clamp(min=1.0), out=out.view(result.shape))

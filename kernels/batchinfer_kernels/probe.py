@@ -6,15 +6,18 @@ in a few milliseconds and for the shapes that a model has, the cheapest rule und
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_TRIED_ROWS = (1, 2, 3, 4, 5, 7, 9, 13, 16, 17, 31, 40)
-_MAX_OUTPUTS = 1024
+# With one thread and with several; the second kind is slow where other processes hold the cores.
+_ROWS_ALONE = (1, 2, 3, 5, 16, 17, 40)
+_ROWS_THREADED = (1, 7, 18, 40)
+_MOST_ROWS = 40
+_MAX_OUTPUTS = 512
 _MAX_MACS = 200_000_000  # of one probed product; keeps the probe of a large model short
 
 
@@ -68,11 +71,26 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Te
     return y if padded == rows else y[:rows]
 
 
-def find_row_rule(
-    shapes: Iterable[tuple[int, int]], *, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> RowFacts:
-    """The first of RULES under which rows are equal for all tried row and thread counts, for weights [N, K].
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTiles:
+    """Products of attention: row counts of its tiles and widths of a split, both ascending (see attention.plan)."""
 
+    head_dim: int
+    row_counts: tuple[int, ...]
+    widths: tuple[int, ...]
+
+
+def find_row_rule(
+    shapes: Iterable[tuple[int, int]],
+    *,
+    attention: Callable[[RowRule], AttentionTiles] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> RowFacts:
+    """The first of RULES under which rows are equal for all tried row and thread counts.
+
+    shapes     of weights [N, K]
+    attention  the tiles that attention makes under a rule, whose products are tried as well
     The thread count of the process is left as it was.
     """
     threads_now = torch.get_num_threads()
@@ -80,17 +98,46 @@ def find_row_rule(
     generator = torch.Generator().manual_seed(0)
     cases = []
     for outputs, inputs in dict.fromkeys(shapes):
-        outputs = max(1, min(outputs, _MAX_OUTPUTS, _MAX_MACS // (inputs * _TRIED_ROWS[-1])))
+        outputs = max(1, min(outputs, _MAX_OUTPUTS, _MAX_MACS // (inputs * _MOST_ROWS)))
         weight = torch.rand(outputs, inputs, generator=generator).sub_(0.5).to(device, dtype)
-        x = torch.rand(_TRIED_ROWS[-1], inputs, generator=generator).sub_(0.5).to(device, dtype)
+        x = torch.rand(_MOST_ROWS, inputs, generator=generator).sub_(0.5).to(device, dtype)
         cases.append((x, weight))
     try:
         for rule in RULES:
-            if all(_holds(x, weight, rule, threads) for x, weight in cases):
+            holds = all(_holds(x, weight, rule, threads) for x, weight in cases)
+            if holds and attention is not None:
+                holds = _attention_holds(attention(rule), threads, device)
+            if holds:
                 return RowFacts(rule=rule, holds=True, threads=threads)
     finally:
         torch.set_num_threads(threads_now)
     return RowFacts(rule=RULES[-1], holds=False, threads=threads)
+
+
+def _attention_holds(tiles: AttentionTiles, threads: tuple[int, ...], device: str) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    rows, width = tiles.row_counts[-1], tiles.widths[-1]
+    filled = tiles.widths[0] - 1  # later slots have weight zero in every width
+    queries = torch.rand(3, rows, tiles.head_dim, generator=generator).sub_(0.5).to(device)
+    keys = torch.rand(3, width, tiles.head_dim, generator=generator).sub_(0.5).to(device)
+    weights = torch.rand(3, rows, width, generator=generator).to(device)
+    weights[:, :, filled:] = 0
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    values = torch.bmm(weights, keys)
+    for count in threads:
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        alone = count == 1
+        for m in tiles.row_counts if alone else {rows, tiles.row_counts[0]}:
+            for w in tiles.widths if alone else {width, tiles.widths[0]}:
+                for batch in (1, 3) if alone else (3,):
+                    got = torch.bmm(queries[:batch, :m], keys[:batch, :w].transpose(1, 2))
+                    if not torch.equal(got, scores[:batch, :m, :w]):
+                        return False
+                    got = torch.bmm(weights[:batch, :m, :w].contiguous(), keys[:batch, :w])
+                    if not torch.equal(got, values[:batch, :m]):
+                        return False
+    return True
 
 
 def _holds(x: Tensor, weight: Tensor, rule: RowRule, threads: tuple[int, ...]) -> bool:
@@ -98,7 +145,7 @@ def _holds(x: Tensor, weight: Tensor, rule: RowRule, threads: tuple[int, ...]) -
     for count in threads:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
-        for rows in reversed(_TRIED_ROWS):
+        for rows in reversed(_ROWS_ALONE if count == 1 else _ROWS_THREADED):
             got = product(x[:rows], weight, None, rule)
             if expected is None:
                 expected = got
