@@ -17,7 +17,7 @@ from typing import Any
 
 import batchinfer
 from batchinfer.data.dataset import InputDataset, open_dataset
-from batchinfer.data.fs import check_output_path
+from batchinfer.data.fs import check_output_path, is_foreign
 from batchinfer.errors import ConfigError, InputError, ResumeRefused
 from batchinfer.job.context import JobContext, make_context
 from batchinfer.job.layout import JobLayout
@@ -117,7 +117,8 @@ def _with_overrides(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:
 def _refuse_foreign_parts(layout: JobLayout) -> None:
     """A new job must not mix its parts with others that lie in its output folder."""
     if layout.output.is_dir():
-        parts = sorted(path.name for path in layout.output.iterdir() if path.name.endswith(".parquet"))
+        names = (path.name for path in layout.output.iterdir())
+        parts = sorted(name for name in names if name.endswith(".parquet") and not is_foreign(name))
         if parts:
             raise ResumeRefused(
                 f"{layout.output} holds {len(parts)} Parquet files ({parts[0]}, ...) and no manifest of a job: readers "
