@@ -111,6 +111,9 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> GgufTokenizer:
             f"the GGUF file has {len(tokens)} tokens (tokenizer.ggml.tokens) but {len(types)} token types "
             "(tokenizer.ggml.token_type); it is damaged"
         )
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for n, token in enumerate(tokens) if token in tokens[:n])
+        raise ModelError(f"the GGUF file's vocabulary holds {twice!r} twice (tokenizer.ggml.tokens); it is damaged")
     if kind == "gpt2":
         pre = _pre_tokenizer(meta.get("pre"))
         tokenizer = _byte_level(tokens, types, _merges(meta), pre)
@@ -146,8 +149,7 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> GgufTokenizer:
         if text not in marked
     ]
     tokenizer.add_tokens(added)
-    if tokenizer.get_vocab_size(with_added_tokens=True) > len(tokens):
-        raise ModelError("the GGUF file's vocabulary holds a token twice; it is damaged")
+    assert tokenizer.get_vocab_size(with_added_tokens=True) == len(tokens), "an added token got an id of its own"
     ids = {token: i for i, token in enumerate(tokens)}
     special = {i for i, t in enumerate(types) if t in (CONTROL,) or (t == UNKNOWN and kind == "llama")}
     special.update(ids[text] for text in named.values())
