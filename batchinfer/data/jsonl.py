@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import logging
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ BOM = b"\xef\xbb\xbf"
 MARK_ROWS = 1_024
 MARK_BYTES = 4 << 20
 READ_BYTES = 1 << 20
+MAX_DIGITS = 1_000
+_LONG_NUMBER = re.compile("[0-9]{1001}")
 SCAN_ROWS = 2_048
 SCAN_BYTES = 8 << 20
 WRONG_ENCODING_SHARE = 0.2
@@ -143,7 +146,7 @@ def _scan(
     records_bytes = 0
     marks: list[tuple[int, int]] = []
     row = offset = good = broken_utf8 = foreign_utf8 = 0
-    first_broken, last_mark, first_problem = -1, 0, ""
+    first_broken, last_mark, first_problem, array_opened = -1, 0, "", False
     with _open_lines(uri, compression, options) as lines:
         for number, line in enumerate(lines):
             start = offset
@@ -170,6 +173,7 @@ def _scan(
                     records, records_bytes = [], 0
             else:
                 first_problem = first_problem or record
+                array_opened = array_opened or (row == 1 and line.lstrip().startswith(b"[") and "not JSON" in record)
                 bad_at = _first_bad_byte(line)
                 if bad_at >= 0:
                     broken_utf8 += 1
@@ -182,9 +186,9 @@ def _scan(
             "decode, no other line has valid non-ASCII text; it looks like Latin-1 or Windows-1252. Convert it, for "
             "instance: iconv -f WINDOWS-1252 -t UTF-8"
         )
-    if row and not good:
+    if (row and not good) or array_opened:
         raise InputError(
-            f"input file {name} is not JSON Lines: no line is a JSON object (the first: {first_problem}). One JSON "
+            f"input file {name} is not JSON Lines, one JSON object a line (first line: {first_problem}). A JSON "
             "array can be converted with: jq -c '.[]'"
         )
     columns = {column: entry.arrow(top=True) for column, entry in shape.fields.items()}
@@ -215,10 +219,18 @@ def _refuse_encoding(name: str, line: bytes) -> None:
     )
 
 
+def _parse_int(digits: str) -> int:
+    # Python's own limit is a setting of the process; this one is the same everywhere.
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
 def parse_line(line: bytes) -> dict[str, Any] | str:
     """The line's object, or what is wrong with it."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        text = line.decode("utf-8")
+        record = json.loads(text, parse_int=_parse_int if _LONG_NUMBER.search(text) else None)
     except UnicodeDecodeError as error:
         return f"not UTF-8: byte {line[error.start]:#04x} at position {error.start} of the line"
     except (ValueError, RecursionError) as error:

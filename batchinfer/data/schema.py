@@ -230,7 +230,8 @@ def _conform_map(array: pa.Array, target: pa.DataType) -> pa.Array:
     lengths = np.diff(array.offsets.to_numpy())
     lengths[array.is_null().to_numpy(zero_copy_only=False)] = 0
     entries = array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field]))).flatten()
-    keys, items = (conform(child, kind) for child, kind in zip(entries.flatten(), (target.key_type, target.item_type)))
+    keys, items = entries.flatten()
+    keys, items = conform(keys, target.key_type), conform(items, target.item_type)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     mask = array.is_null() if array.null_count else None
     return pa.MapArray.from_arrays(pa.array(offsets), keys, items, type=target, mask=mask)

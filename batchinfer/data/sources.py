@@ -92,7 +92,11 @@ def _find_local(path: str) -> list[tuple[str, str]]:
             raise InputError(f"input.path {path!r} matches no file (looked from {Path.cwd()})")
         return found
     parent = root.parent
-    near = f"; {parent} holds {_some(sorted(path.name for path in parent.iterdir()))}" if parent.is_dir() else ""
+    near = (
+        f"; {parent} holds {_some(sorted(p.name for p in parent.iterdir() if not _ignored(p.name)))}"
+        if parent.is_dir()
+        else ""
+    )
     raise InputError(f"input.path {path!r}: no such file or folder (looked from {Path.cwd()}){near}")
 
 

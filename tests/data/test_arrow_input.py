@@ -1,0 +1,154 @@
+"""Arrow IPC input: files and streams, as written by pyarrow and by `datasets`, from any row on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchinfer.data import arrow as arrow_module
+from batchinfer.data import dataset as dataset_module
+from batchinfer.data.dataset import InputDataset, open_dataset
+from batchinfer.errors import InputError
+
+TABLE = pa.table(
+    {
+        "id": range(100),
+        "text": [f"t{i}" for i in range(100)],
+        "kind": pa.array([["a", "b", None][i % 3] for i in range(100)]).dictionary_encode(),
+        "messages": [[{"role": "user", "content": f"m{i}"}] * (i % 3) for i in range(100)],
+    }
+)
+
+
+def rows_of(dataset: InputDataset, *args: Any) -> list[Any]:
+    return [row for batch in dataset.read(*(args or (0,))) for row in batch.to_rows()]
+
+
+def write(path: Path, table: pa.Table, kind: str, rows: int, compression: str | None = None) -> None:
+    options = pa.ipc.IpcWriteOptions(compression=compression, emit_dictionary_deltas=False)
+    opener = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+    with opener(str(path), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=rows)
+
+
+@pytest.fixture(scope="module", params=["file", "stream", "file-lz4", "stream-zstd", "stream-plain"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    kind, _, option = request.param.partition("-")
+    path = tmp_path_factory.mktemp("arrow") / "x.arrow"
+    table = TABLE.drop_columns("kind") if option == "plain" else TABLE
+    write(path, table, kind, 7, option if option in ("lz4", "zstd") else None)
+    return str(path)
+
+
+@given(
+    start=st.integers(0, 100),
+    length=st.integers(0, 100),
+    columns=st.none() | st.sets(st.sampled_from(["id", "text", "messages"])),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_slice_of_any_columns(path: str, start: int, length: int, columns: set[str] | None) -> None:
+    dataset = open_dataset(path)
+    assert dataset.num_rows == 100
+    expected = (
+        TABLE.select(dataset.schema.names if columns is None else sorted(columns)).slice(start, length).to_pylist()
+    )
+    got = rows_of(dataset, 0, start, start + length, None if columns is None else sorted(columns))
+    if columns == set():
+        expected = [{} for _ in range(min(length, 100 - start))]
+    assert got == expected
+
+
+def test_big_record_batches_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "MAX_BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(arrow_module, "COPIED_BATCH_BYTES", 1 << 20)
+    table = pa.table({"text": [f"{i:06d}" * 1000 for i in range(2000)]})
+    write(tmp_path / "x.arrow", table, "file", 2000)
+    before = pa.total_allocated_bytes()
+    rows = 0
+    for batch in open_dataset(str(tmp_path)).read(0):
+        assert batch.table.nbytes < 2 << 20
+        rows += batch.table.num_rows
+        assert pa.total_allocated_bytes() - before < 1 << 20  # of 12 MB: the rest is only mapped
+    assert rows == 2000
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_a_file_cut_short_is_refused(tmp_path: Path, kind: str) -> None:
+    write(tmp_path / "x.arrow", TABLE, kind, 7)
+    data = (tmp_path / "x.arrow").read_bytes()
+    (tmp_path / "x.arrow").write_bytes(data[:-500])
+    with pytest.raises(InputError, match=r"x\.arrow can't be read as Arrow IPC"):
+        open_dataset(str(tmp_path))
+    (tmp_path / "x.arrow").write_bytes(b"")
+    with pytest.raises(InputError, match=r"x\.arrow can't be read as Arrow IPC"):
+        open_dataset(str(tmp_path))
+
+
+def test_a_saved_dataset(tmp_path: Path) -> None:
+    saved = datasets.Dataset.from_dict({"q": ["a", "b", "c"], "label": [0, 1, 0]})
+    saved = saved.cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+    saved.filter(lambda row: row["q"] != "b", load_from_cache_file=False).save_to_disk(
+        str(tmp_path / "one"), num_shards=2
+    )
+    dataset = open_dataset(str(tmp_path / "one"))
+    assert [file.name for file in dataset.files] == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    assert dataset.schema == pa.schema([("q", pa.string()), ("label", pa.int64())])
+    assert rows_of(dataset, 0) + rows_of(dataset, 1) == [{"q": "a", "label": 0}, {"q": "c", "label": 0}]
+
+
+def test_of_several_splits_one_is_named(tmp_path: Path) -> None:
+    parts = {name: datasets.Dataset.from_dict({"q": [name]}) for name in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "all"))
+    with pytest.raises(InputError, match=r"holds several splits; name one.*all::train \(splits: train, test\)"):
+        open_dataset(str(tmp_path / "all"))
+    with pytest.raises(InputError, match=r"has no split 'dev'.*train, test"):
+        open_dataset(f"{tmp_path / 'all'}::dev")
+    dataset = open_dataset(f"{tmp_path / 'all'}::test")
+    assert rows_of(dataset) == [{"q": "test"}]
+    assert dataset.files[0].name == "test/data-00000-of-00001.arrow"
+
+
+def test_a_saved_dataset_without_its_files_is_refused(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"q": ["a"]}).save_to_disk(str(tmp_path / "one"))
+    next((tmp_path / "one").glob("*.arrow")).unlink()
+    with pytest.raises(InputError, match="lacks its files data-00000"):
+        open_dataset(str(tmp_path / "one"))
+    (tmp_path / "one" / "state.json").write_text("[]")
+    with pytest.raises(InputError, match="not what save_to_disk writes"):
+        open_dataset(str(tmp_path / "one"))
+
+
+def test_a_hub_id_goes_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = tmp_path / "demo-train.arrow"
+    write(cached, TABLE, "stream", 50)
+    asked = []
+
+    class Loaded:
+        cache_files = [{"filename": str(cached)}]
+
+    def load(name: str, config: str | None, **options: Any) -> dict[str, Any]:
+        asked.append((name, config, options))
+        return {"train": Loaded()}
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    dataset = open_dataset("org/demo:main::train", storage_options={"token": "x"})
+    assert asked == [("org/demo", "main", {"token": "x"})]
+    assert dataset.files[0].name == "train/demo-train.arrow"
+    assert rows_of(dataset) == TABLE.to_pylist()
+    with pytest.raises(InputError, match=r"has the splits train; name one.*org/demo::train"):
+        open_dataset("org/demo")
+
+
+def test_a_hub_id_without_a_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach 'org/demo' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(InputError, match=r"'org/demo' is no local file or folder.*Couldn't reach.*network"):
+        open_dataset("org/demo::train")

@@ -1,0 +1,153 @@
+"""Which files are the input, and what they are called."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.data.cursors import close_cursors
+from batchinfer.data.dataset import open_dataset
+from batchinfer.data.sources import find_sources
+from batchinfer.errors import InputError
+
+ROW = '{"a": 1}\n'
+
+
+def names(path: str | Path, format: str = "auto") -> list[str]:
+    return [source.name for source in find_sources(str(path), format, {})]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "sub/deep/d.json", "e.jsonl.gz", "sub2/F.JSONL"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(ROW)
+    for name in (
+        ".hidden.jsonl",
+        "_SUCCESS",
+        "_meta/x.jsonl",
+        ".git/x.jsonl",
+        "._x.jsonl",
+        ".nfs000123",
+        "x.jsonl.crc",
+        "x.jsonl~",
+        "README.md",
+        "photo.png",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    return tmp_path
+
+
+ALL = ["a.jsonl", "b.jsonl", "e.jsonl.gz", "sub/c.jsonl", "sub/deep/d.json", "sub2/F.JSONL"]
+
+
+def test_a_folder_by_name_hidden_and_foreign_files_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert names(folder) == ALL
+    assert names(f"{folder}/") == ALL
+    assert names(f"file://{folder}") == ALL
+    assert "ignored 2 files that are no data files: README.md, photo.png" in caplog.text
+
+
+def test_one_file(folder: Path) -> None:
+    assert names(folder / "sub" / "c.jsonl") == ["c.jsonl"]
+    (folder / "data.txt").write_text(ROW)
+    with pytest.raises(InputError, match=r"no file that can be read, only data\.txt.*input\.format"):
+        names(folder / "data.txt")
+    assert names(folder / "data.txt", "jsonl") == ["data.txt"]
+
+
+def test_globs_name_files_from_their_fixed_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names(f"{folder}/*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert names(f"{folder}/sub*/*") == ["sub/c.jsonl", "sub2/F.JSONL"]
+    assert names(f"{folder}/**/*.jsonl") == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
+    assert names(f"{folder}/[ab].jsonl") == ["a.jsonl", "b.jsonl"]
+    monkeypatch.chdir(folder)
+    assert names("*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert names("sub/*.jsonl") == ["c.jsonl"]
+    assert names(".") == ALL
+    with pytest.raises(InputError, match="matches no file"):
+        names("*.parquet")
+
+
+def test_a_format_selects_files(folder: Path) -> None:
+    pq.write_table(pa.table({"a": [1]}), folder / "z.parquet")
+    assert names(folder, "parquet") == ["z.parquet"]
+    assert names(folder, "jsonl") == ALL
+    with pytest.raises(InputError, match="holds no arrow file"):
+        names(folder, "arrow")
+    with pytest.raises(InputError, match=r"input\.format is 'csv'; it must be one of auto, parquet, jsonl, arrow"):
+        names(folder, "csv")
+
+
+def test_what_is_not_there_is_said_with_what_is(folder: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"no such file or folder.*holds README\.md, a\.jsonl, b\.jsonl, .* and 3 more"
+    ):
+        names(folder / "aa.jsonl")
+    with pytest.raises(InputError, match="empty"):
+        names(" ")
+    with pytest.raises(InputError, match="is not a saved dataset"):
+        names(f"{folder}::train")
+    (folder / "nothing").mkdir()
+    with pytest.raises(InputError, match="holds no file that can be read, only nothing"):
+        names(folder / "nothing")
+
+
+def test_urls() -> None:
+    memory = fsspec.filesystem("memory")
+    table = pa.table({"a": range(1000), "text": [f"row {i}" for i in range(1000)]})
+    for name in ("x/a.parquet", "x/sub/b.parquet"):
+        with memory.open(f"/{name}", "wb") as file:
+            pq.write_table(table, file, row_group_size=100)
+    memory.pipe("/x/c.jsonl.gz", gzip.compress(ROW.encode() * 3))
+    memory.pipe("/x/_SUCCESS", b"")
+    with memory.open("/x/d.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=10)
+    assert names("memory://x") == ["a.parquet", "c.jsonl.gz", "d.arrow", "sub/b.parquet"]
+    assert names("memory://x/*.parquet") == ["a.parquet"]
+    assert names("memory://x/sub/b.parquet") == ["b.parquet"]
+    dataset = open_dataset("memory://x")
+    assert [file.num_rows for file in dataset.files] == [1000, 3, 1000, 1000]
+    for file in (0, 2):
+        (batch,) = dataset.read(file, 500, 503, ["text"])
+        assert batch.table["text"].to_pylist() == ["row 500", "row 501", "row 502"]
+    (batch,) = dataset.read(1, 1, 3)
+    assert batch.table["a"].to_pylist() == [1, 1]
+    close_cursors()
+    with pytest.raises(InputError, match="nothing at this address"):
+        names("memory://nowhere/a.parquet")
+    with pytest.raises(InputError, match="nosuch://"):
+        names("nosuch://x/a.parquet")
+
+
+def test_storage_options_reach_the_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(url: str, **options: object) -> None:
+        raise PermissionError(f"{url} with {options}")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", refuse)
+    with pytest.raises(
+        InputError,
+        match=r"can't be listed: PermissionError: s3://b/x with {'key': 'k'}; check .*input\.storage_options",
+    ):
+        find_sources("s3://b/x", "auto", {"key": "k"})
+
+
+def test_files_are_opened_once_only_when_read(folder: Path) -> None:
+    (folder / "e.jsonl.gz").unlink()
+    dataset = open_dataset(str(folder / "*.jsonl"))
+    (folder / "a.jsonl").rename(folder / "moved.jsonl")
+    with pytest.raises(InputError, match=r"a\.jsonl can't be read"):
+        list(dataset.read(0))
+
+
+def test_importing_the_readers_loads_no_datasets() -> None:
+    code = "import sys, batchinfer.data.dataset, batchinfer.data.parts; print([m for m in ('datasets', 'torch', 'pandas', 'dask') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
