@@ -60,7 +60,7 @@ class Linear(nn.Module):
         return self.scheme.target(self.params, start, stop)
 
     def loaded(self) -> None:
-        self._set(self.scheme.finish(dict(self.params)))
+        self._set(self.scheme.finish(self.params))
 
     def _set(self, params: Mapping[str, Tensor]) -> None:
         for name, tensor in params.items():

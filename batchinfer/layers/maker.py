@@ -36,7 +36,9 @@ class LayerMaker:
         return RMSNorm(size, eps, ops=self.ops, dtype=self.dtype, device=self.device)
 
     def embedding(self, vocab_size: int, hidden_size: int) -> Embedding:
-        return Embedding(vocab_size, hidden_size, ops=self.ops, dtype=self.dtype, device=self.device)
+        return Embedding((vocab_size, hidden_size), ops=self.ops, dtype=self.dtype, device=self.device)
 
     def head(self, vocab_size: int, hidden_size: int, *, tied_to: Embedding | None) -> LMHead:
-        return LMHead(vocab_size, hidden_size, tied_to=tied_to, ops=self.ops, dtype=self.dtype, device=self.device)
+        return LMHead(
+            (vocab_size, hidden_size), ops=self.ops, dtype=self.dtype, device=self.device, shared_with=tied_to
+        )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import torch
 from batchinfer_kernels.table import Ops
-from torch import Tensor, nn
+from torch import Tensor
 
-from batchinfer.weights import Part
+from batchinfer.layers.weight import WeightLayer
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(WeightLayer):
     def __init__(self, size: int, eps: float, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.ops, self.eps = ops, eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        super().__init__((size,), ops=ops, dtype=dtype, device=device)
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Over the last dimension of x [..., size]."""
@@ -22,12 +21,3 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of residual + x, residual + x); `residual` may be overwritten."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
-
-    def parts(self) -> dict[Part, tuple[int, ...]]:
-        return {("weight", ""): tuple(self.weight.shape)}
-
-    def target(self, part: Part) -> Tensor:
-        return self.weight.data
-
-    def loaded(self) -> None:
-        pass

@@ -300,6 +300,7 @@ def _gguf_rules(config: LlamaConfig, *, permuted: bool) -> tuple[Rule, ...]:
                 parameter=f"{ours}attn.qkv.{{kind}}",
                 part=part,
                 view=None if part == "v" else view,
+                group=config.head_dim,
             )
             for part in ("q", "k", "v")
         ),

@@ -29,12 +29,16 @@ class LinearScheme(Protocol):
         """Tensors to keep, by name, not yet filled."""
         ...
 
-    def target(self, params: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
-        """Where output features start .. stop of the stored weight [out, in] go."""
+    def target(self, params: dict[str, Tensor], start: int, stop: int) -> Tensor:
+        """Memory for output features start .. stop of the stored weight [out, in], about to be read.
+
+        A scheme that packs while loading puts a staging tensor into `params` here and takes it out in `finish`:
+        layers are read one after the other, so only a few of those exist at a time.
+        """
         ...
 
     def finish(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Repacks once after loading."""
+        """The tensors to keep from now on; called once, when all parts are filled."""
         ...
 
     def linear(self, ops: Ops, x: Tensor, params: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ class Unquantized:
     ) -> dict[str, Tensor]:
         return {"weight": torch.empty(sum(part_features), in_features, dtype=dtype, device=device)}
 
-    def target(self, params: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
+    def target(self, params: dict[str, Tensor], start: int, stop: int) -> Tensor:
         return params["weight"][start:stop]
 
     def finish(self, params: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -87,9 +88,12 @@ def load_weights(
         items.append(_Item(stored=tensors[name], layer=layer, part=layer_part, rule=rule))
         progress.parts_left[id(layer)] = progress.parts_left.get(id(layer), 0) + 1
     workers = num_threads or min(8, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="load-weights") as pool:
+    with (
+        TensorReader() as reader,
+        ThreadPoolExecutor(max_workers=workers, thread_name_prefix="load-weights") as pool,
+    ):
         try:
-            for _ in pool.map(lambda job: job(), _jobs(items, progress)):
+            for _ in pool.map(lambda job: _copy_piece(reader, progress, *job), _pieces(items)):
                 pass
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -109,20 +113,19 @@ def _check(stored: StoredTensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def _jobs(items: Sequence[_Item], progress: _Progress) -> Iterator[Callable[[], None]]:
+def _pieces(items: Sequence[_Item]) -> Iterator[tuple[_Item, int, int]]:
+    """(item, first row, last row + 1), in the order of the files."""
     for item in items:
-        rows = item.stored.shape[0]
-        # A view splits the first dimension into groups that a piece must not cut; heads are few, so whole tensors.
-        per_row = math.prod(item.stored.shape[1:])
-        step = rows if item.rule.view is not None else max(1, PIECE_ELEMENTS // max(1, per_row))
-        starts = range(0, rows, step) if len(item.stored.shape) > 1 else range(1)
+        rows, group = item.stored.shape[0], item.rule.group
+        per_group = group * math.prod(item.stored.shape[1:])
+        step = group * max(1, PIECE_ELEMENTS // max(1, per_group))
+        starts = range(0, rows, step)
         item.pieces_left = len(starts)
         for start in starts:
-            stop = min(rows, start + step) if len(starts) > 1 else rows
-            yield lambda item=item, start=start, stop=stop: _copy_piece(item, start, stop, progress)  # type: ignore[misc]
+            yield item, start, min(rows, start + step)
 
 
-def _copy_piece(item: _Item, start: int, stop: int, progress: _Progress) -> None:
+def _copy_piece(reader: TensorReader, progress: _Progress, item: _Item, start: int, stop: int) -> None:
     with progress.lock:
         if item.target is None:
             item.target = item.layer.target(item.part)
@@ -130,7 +133,7 @@ def _copy_piece(item: _Item, start: int, stop: int, progress: _Progress) -> None
     piece = target[start:stop]
     if item.rule.view is not None:
         piece = item.rule.view(piece)
-    values = read_rows(stored, start, stop)
+    values = reader.rows(stored, start, stop)
     if piece.device.type == "cpu" and piece.dtype == torch.float32 and values.dtype == torch.float32:
         # numpy copies on this thread; torch would start a team of threads for each piece.
         np.copyto(piece.numpy(), values.numpy().reshape(piece.shape))
@@ -152,32 +155,55 @@ def _copy_piece(item: _Item, start: int, stop: int, progress: _Progress) -> None
         item.layer.loaded()
 
 
-def read_rows(stored: StoredTensor, start: int, stop: int) -> Tensor:
-    """Rows start .. stop of a stored tensor, in its own type where that is plain, else dequantized to float32."""
-    rows = stored.shape[0] if stored.shape else 1
-    row_bytes = stored.nbytes // max(1, rows)
-    raw = _read(stored, stored.offset + start * row_bytes, (stop - start) * row_bytes)
-    shape = (stop - start, *stored.shape[1:]) if stored.shape else ()
-    plain = PLAIN_TYPES.get(stored.dtype)
-    if plain is not None:
-        return torch.from_numpy(raw).view(plain).view(shape)
-    return torch.from_numpy(dequantize(raw, stored.dtype)).view(shape)
+class TensorReader:
+    """Reads rows of stored tensors; holds each file open once. Several threads may use one reader."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._descriptors: dict[Path, int] = {}
 
-def _read(stored: StoredTensor, offset: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    # Read, not mapped: a file that shrinks meanwhile is then an error with a name, not a SIGBUS.
-    buffer = np.empty(nbytes, dtype=np.uint8)
-    try:
-        with stored.file.open("rb", buffering=0) as f:
-            done = 0
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
+        """Rows start .. stop, in the stored type where that is a plain one, else dequantized to float32."""
+        row_bytes = stored.nbytes // stored.shape[0]
+        raw = self.bytes(stored, start * row_bytes, (stop - start) * row_bytes)
+        shape = (stop - start, *stored.shape[1:])
+        plain = PLAIN_TYPES.get(stored.dtype)
+        if plain is not None:
+            return torch.from_numpy(raw).view(plain).view(shape)
+        return torch.from_numpy(dequantize(raw, stored.dtype)).view(shape)
+
+    def bytes(self, stored: StoredTensor, offset: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """nbytes from offset within a tensor's data."""
+        # Read, not mapped: a file that shrinks meanwhile is then an error with a name, not a SIGBUS.
+        buffer = np.empty(nbytes, dtype=np.uint8)
+        done = 0
+        try:
+            descriptor = self._descriptor(stored.file)
             while done < nbytes:
-                count = os.preadv(f.fileno(), [buffer[done:].data], offset + done)
+                count = os.preadv(descriptor, [buffer[done:].data], stored.offset + offset + done)
                 if count == 0:
-                    raise WeightError(f"{stored.file}: ends inside tensor {stored.name!r}; copy or download it again")
+                    break
                 done += count
-    except OSError as error:
-        raise WeightError(f"{stored.file}: tensor {stored.name!r} can't be read: {error.strerror or error}") from error
-    return buffer
+        except OSError as error:
+            raise WeightError(
+                f"{stored.file}: tensor {stored.name!r} can't be read: {error.strerror or error}"
+            ) from error
+        if done < nbytes:
+            raise WeightError(f"{stored.file}: ends inside tensor {stored.name!r}; copy or download it again")
+        return buffer
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[path]
 
 
 def equal_values(a: StoredTensor, b: StoredTensor) -> bool:
@@ -185,9 +211,8 @@ def equal_values(a: StoredTensor, b: StoredTensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     step = 4 << 20
-    return all(
-        np.array_equal(
-            _read(a, a.offset + at, min(step, a.nbytes - at)), _read(b, b.offset + at, min(step, b.nbytes - at))
+    with TensorReader() as reader:
+        return all(
+            np.array_equal(reader.bytes(a, at, min(step, a.nbytes - at)), reader.bytes(b, at, min(step, b.nbytes - at)))
+            for at in range(0, a.nbytes, step)
         )
-        for at in range(0, a.nbytes, step)
-    )

@@ -30,12 +30,14 @@ class Rule:
                               what they match is put in for the same name in `parameter` and `part`
     view    from a part of the parameter to the same memory in the order of the stored tensor's elements
             (for formats that store rows in another order); None: the same order
+    group   `view` works on groups of this many rows: tensors are read in pieces that don't cut them
     """
 
     stored: str
     parameter: str
     part: str = ""
     view: Callable[[Tensor], Tensor] | None = None
+    group: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

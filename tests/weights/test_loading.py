@@ -22,7 +22,7 @@ from batchinfer.testing.tiny import make_tiny
 from batchinfer.testing.tiny_gguf import K_SIZES, make_tiny_gguf
 from batchinfer.weights import WeightError, loading
 from batchinfer.weights.gguf_types import DEQUANTIZED, dequantize
-from batchinfer.weights.loading import PLAIN_TYPES, equal_values, read_rows
+from batchinfer.weights.loading import PLAIN_TYPES, TensorReader, equal_values
 
 OPS = resolve("reference")
 
@@ -81,12 +81,13 @@ def test_dequantization_is_that_of_the_gguf_package(tmp_path: Path, kind: str) -
 
     path = make_tiny_gguf(tmp_path / "t.gguf", quant=kind, num_hidden_layers=1)
     reader = {t.name: t for t in gguf.GGUFReader(str(path)).tensors}
-    for name, stored in open_model(str(path)).tensors.items():
-        theirs = gguf.quants.dequantize(reader[name].data, reader[name].tensor_type)
-        assert stored.dtype == reader[name].tensor_type.name
-        assert np.array_equal(read_rows(stored, 0, stored.shape[0]).numpy(), theirs), name
-        if len(stored.shape) == 2:
-            assert np.array_equal(read_rows(stored, 3, 7).numpy(), theirs[3:7]), name
+    with TensorReader() as ours:
+        for name, stored in open_model(str(path)).tensors.items():
+            theirs = gguf.quants.dequantize(reader[name].data, reader[name].tensor_type)
+            assert stored.dtype == reader[name].tensor_type.name
+            assert np.array_equal(ours.rows(stored, 0, stored.shape[0]).numpy(), theirs), name
+            if len(stored.shape) == 2:
+                assert np.array_equal(ours.rows(stored, 3, 7).numpy(), theirs[3:7]), name
 
 
 def test_the_supported_types_know_their_sizes() -> None:
