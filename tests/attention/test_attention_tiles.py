@@ -1,0 +1,182 @@
+"""Planned attention over a paged cache: against dense attention in float64, and the laws of batch-invariance."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from batchinfer_kernels.probe import RULES, RowRule
+from batchinfer_kernels.table import resolve
+from torch import Tensor
+
+from batchinfer.attention.backend import TiledAttention
+from batchinfer.attention.context import DenseContext
+from batchinfer.attention.plan import StepBatch
+from batchinfer.attention.spec import AttentionSpec
+
+NUM_BLOCKS, BLOCK, SPLIT = 220, 16, 256
+
+
+class Sequence:
+    """Random q, k, v of one sequence and its blocks."""
+
+    def __init__(self, spec: AttentionSpec, length: int, blocks: list[int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(heads: int) -> Tensor:
+            return torch.randn(length, heads, spec.head_dim, generator=generator)
+
+        self.q, self.k, self.v = normal(spec.num_heads), normal(spec.num_kv_heads), normal(spec.num_kv_heads)
+        self.length = length
+        self.blocks = blocks
+        self.done = 0
+        self.outputs: list[Tensor] = []
+
+
+def run(
+    spec: AttentionSpec,
+    lengths: list[int],
+    steps: list[dict[int, int]],
+    *,
+    rule: RowRule = RULES[0],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Attention of sequences of the given lengths; steps[i] = {sequence: tokens}. The caches start as NaN."""
+    order = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    sequences = []
+    for i, length in enumerate(lengths):
+        blocks, order = order[: -(-length // BLOCK)], order[-(-length // BLOCK) :]
+        sequences.append(Sequence(spec, length, blocks, seed=100 + i))
+    shape = (NUM_BLOCKS, spec.num_kv_heads, BLOCK, spec.head_dim)
+    k_cache, v_cache = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+    device = torch.device("cpu")
+    backend = TiledAttention(spec, resolve(rows=rule), block_size=BLOCK, split_size=SPLIT, device=device)
+    for step in steps:
+        chunks = [(sequences[s], min(n, sequences[s].length - sequences[s].done)) for s, n in step.items()]
+        chunks = [(s, n) for s, n in chunks if n > 0]
+        if not chunks:
+            continue
+        tables = np.full((len(chunks), max(len(s.blocks) for s, _ in chunks)), -(1 << 40), dtype=np.int64)
+        for row, (s, n) in zip(tables, chunks, strict=True):
+            covered = -(-(s.done + n) // BLOCK)
+            row[:covered] = s.blocks[:covered]
+        batch = StepBatch(
+            starts=np.array([s.done for s, _ in chunks]),
+            lengths=np.array([n for _, n in chunks]),
+            block_tables=tables,
+        )
+        q, k, v = (
+            torch.cat([getattr(s, name)[s.done : s.done + n] for s, n in chunks]).to(dtype) for name in ("q", "k", "v")
+        )
+        out = backend.run(q, k, v, k_cache, v_cache, backend.plan(batch), spec=spec)
+        for (s, n), part in zip(chunks, out.split([n for _, n in chunks]), strict=True):
+            s.outputs.append(part)
+            s.done += n
+    return [torch.cat(s.outputs) for s in sequences]
+
+
+def dense(spec: AttentionSpec, length: int, index: int) -> Tensor:
+    s = Sequence(spec, length, [], seed=100 + index)
+    return DenseContext([spec], length).attend(0, s.q, s.k, s.v)
+
+
+SPECS = {
+    "gqa": AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125),
+    "mha": AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=24, scale=0.2),
+    "mqa": AttentionSpec(num_heads=8, num_kv_heads=1, head_dim=16, scale=0.25),
+    "window": AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=8),
+    "wide window": AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=300),
+    "softcap": AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, softcap=2.0),
+}
+LENGTH = 530  # into the third split
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("rule", RULES, ids=("strict", "fours", "sixteens", "tiles"))
+def test_equals_dense_attention_and_does_not_depend_on_chunks(name: str, rule: RowRule) -> None:
+    spec = SPECS[name]
+    [whole] = run(spec, [LENGTH], [{0: LENGTH}], rule=rule)
+    assert (whole - dense(spec, LENGTH, 0)).abs().max() < 5e-6
+    cuts = ([7] * 80, [16] * 40, [255, 1, 1, 1, 260, 8, 9], [300] + [1] * 230)
+    for chunks in cuts if rule == RULES[0] else cuts[2:3]:
+        [cut] = run(spec, [LENGTH], [{0: n} for n in chunks], rule=rule, seed=len(chunks))
+        assert torch.equal(cut, whole), chunks[:3]
+
+
+@pytest.mark.parametrize("name", ["gqa", "mha", "wide window"])
+def test_a_sequence_does_not_depend_on_its_batch(name: str) -> None:
+    spec = SPECS[name]
+    lengths = [LENGTH, 1, 40, 257, 256, 90]
+    together = run(spec, lengths, [dict(enumerate(lengths))])
+    staggered = run(
+        spec,
+        lengths,
+        [{0: 200}, {0: 1, 3: 100}, {5: 90, 0: 1, 2: 13}] + [{0: 33, 1: 1, 2: 1, 3: 17, 4: 64}] * 40,
+        seed=3,
+    )
+    for a, b in zip(together, staggered, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_threads_give_the_same_bytes() -> None:
+    spec, steps = SPECS["gqa"], [{0: 200, 1: 60}, {0: 1, 1: 1}, {0: 1, 1: 1}, {0: 120}]
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(run(spec, [322, 62], steps))
+    torch.set_num_threads(1)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_many_decode_rows_run_in_slabs_with_the_same_bytes() -> None:
+    spec = SPECS["gqa"]
+    lengths = [40 + i for i in range(40)]
+    prefill = {i: n - 2 for i, n in enumerate(lengths)}
+    ones = dict.fromkeys(range(40), 1)
+    together = run(spec, lengths, [prefill, ones, ones])
+    apart = run(
+        spec, lengths, [{i: n} for i, n in prefill.items()] + [{i: 1} for i in (*range(40), *range(40))], seed=1
+    )
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+
+def test_bfloat16_cache_is_near_float32() -> None:
+    spec = SPECS["gqa"]
+    [got] = run(spec, [300], [{0: 290}, {0: 10}], dtype=torch.bfloat16)
+    assert got.dtype == torch.bfloat16
+    assert (got.float() - dense(spec, 300, 0)).abs().max() < 3e-2
+
+
+def test_what_a_block_held_before_does_not_matter() -> None:
+    """The second owner of a block gives the same bytes over NaN, infinity and zeros."""
+    spec = SPECS["gqa"]
+    backend = TiledAttention(spec, resolve(), block_size=BLOCK, split_size=SPLIT, device=torch.device("cpu"))
+    s = Sequence(spec, 21, [2, 0], seed=0)
+    results = []
+    for stale in (0.0, torch.nan, torch.inf, -1e30):
+        k_cache = torch.full((3, 3, BLOCK, 64), stale)
+        v_cache = torch.full((3, 3, BLOCK, 64), stale)
+        parts = []
+        for start, n in ((0, 5), (5, 1), (6, 11), (17, 4)):
+            batch = StepBatch(
+                starts=np.array([start]), lengths=np.array([n]), block_tables=np.array([s.blocks], dtype=np.int64)
+            )
+            at = slice(start, start + n)
+            plan = backend.plan(batch)
+            parts.append(backend.run(s.q[at], s.k[at], s.v[at], k_cache, v_cache, plan, spec=spec))
+        results.append(torch.cat(parts))
+    assert results[0].isfinite().all()
+    assert all(torch.equal(r, results[0]) for r in results[1:])
+
+
+def test_split_must_hold_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="split_size 100 is not a multiple of block_size 16"):
+        TiledAttention(SPECS["mha"], resolve(), block_size=16, split_size=100, device=torch.device("cpu"))

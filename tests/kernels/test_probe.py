@@ -1,0 +1,77 @@
+"""What is set before torch is loaded, and what is measured about products."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from batchinfer_kernels import determinism, probe
+from batchinfer_kernels.probe import RULES, RowRule, find_row_rule
+
+
+@pytest.mark.parametrize(
+    ("flags", "level"),
+    [
+        ("fpu sse2 avx avx2 fma avx512f avx512bw avx512cd avx512dq avx512vl", "avx512"),
+        ("fpu sse2 avx avx2 fma avx512f", "avx2"),
+        ("fpu sse2 avx", "sse"),
+    ],
+)
+def test_instruction_level_from_cpu_flags(
+    flags: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor : 0\nflags\t\t: {flags}\nbugs : none\n")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert determinism.instruction_level(info) == level
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert determinism.instruction_level(info) == "aarch64"
+
+
+def test_prepare_imports_no_torch_and_keeps_the_users_mode() -> None:
+    code = (
+        "import sys; from batchinfer_kernels.determinism import prepare; import os; p = prepare();"
+        "assert 'torch' not in sys.modules and p.in_time, p; print(os.environ.get('MKL_CBWR'))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "MKL_CBWR"} | {"MKL_CBWR": "COMPATIBLE"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "COMPATIBLE"
+
+
+def test_probe_takes_the_first_rule_that_holds_and_leaves_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    tried: list[RowRule] = []
+
+    def only_whole_sixteens(x, weight, bias, rule):  # type: ignore[no-untyped-def]
+        """A BLAS whose rows depend on the number of rows, but for multiples of 16."""
+        if not tried or tried[-1] != rule:
+            tried.append(rule)
+        rows = rule.padded(x.shape[0])
+        return x[:, :8] + (0 if rows % 16 == 0 else 1e-3 * rows)
+
+    monkeypatch.setattr(probe, "product", only_whole_sixteens)
+    facts = find_row_rule([(8, 16)])
+    assert facts.holds
+    assert facts.rule == RowRule(min_rows=16, multiple=16)
+    assert tried == list(RULES[:3])
+    assert torch.get_num_threads() == before
+
+
+def test_probe_says_when_no_rule_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = iter(range(100_000))
+    monkeypatch.setattr(probe, "product", lambda x, weight, bias, rule: x[:, :8] + next(noise))
+    facts = find_row_rule([(8, 16)])
+    assert not facts.holds
+    assert facts.rule == RULES[-1]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_padded_rows_follow_the_rule(rule: RowRule) -> None:
+    for rows in range(1, 70):
+        padded = rule.padded(rows)
+        assert padded >= max(rows, rule.min_rows)
+        assert padded % (rule.tile_rows or rule.multiple) == 0
