@@ -1,0 +1,248 @@
+"""The laws: a row's tokens depend on the row alone, never on batch, budget, cache, pool or pre-emption.
+
+First with the fake runner over random settings, then with tiny real models, bitwise: what is compared are token ids
+of sampled and greedy rows and their log-probabilities, for equality.
+"""
+
+from __future__ import annotations
+
+from batchinfer_kernels.determinism import prepare
+
+prepare()  # before anything loads torch
+
+import functools  # noqa: E402
+import random  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import pytest  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from batchinfer.config import EngineConfig  # noqa: E402
+from batchinfer.engine import Engine, load_engine  # noqa: E402
+from batchinfer.testing.tiny import make_tiny  # noqa: E402
+from batchinfer.types.request import Request, RequestOutput, SamplingParams  # noqa: E402
+
+Result = dict[int, tuple[Any, ...]]
+
+
+def rows(count: int, *, max_model_len: int, vocab: int, seed: int = 0, **sampling: Any) -> list[Request]:
+    """Prompts of many lengths, most with one of three heads; greedy and sampled, n of 1 and 2, some with logprobs."""
+    rng = random.Random(seed)
+    heads = [[rng.randrange(3, vocab) for _ in range(max_model_len // 2)] for _ in range(3)]
+    requests = []
+    for i in range(count):
+        head = rng.choice([*heads, []])[: rng.choice([0, 7, 16, 33, max_model_len // 2])]
+        prompt = head + [rng.randrange(3, vocab) for _ in range(rng.randint(1, max_model_len // 4))]
+        if i % 10 == 9:
+            prompt = list(requests[-3].prompt_token_ids)  # some rows are the same
+        params = SamplingParams(
+            temperature=0.8 if i % 2 else 0.0,
+            top_p=0.95 if i % 4 == 1 else 1.0,
+            top_k=20 if i % 8 == 3 else 0,
+            repetition_penalty=1.2 if i % 8 == 5 else 1.0,
+            n=2 if i % 6 == 5 else 1,
+            max_tokens=rng.randint(1, max_model_len // 5),
+            logprobs=2 if i % 5 == 0 else None,
+            prompt_logprobs=1 if i % 11 == 0 else None,
+            **sampling,
+        )
+        requests.append(Request(request_id=i, prompt_token_ids=prompt, sampling=params, stream_key=1000 + i))
+    return requests
+
+
+def results(engine: Engine, requests: list[Request], *, check: bool = True) -> Result:
+    outputs: dict[int, RequestOutput] = {}
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.error is None, output.error
+            outputs[output.request_id] = output
+        if check:
+            engine.check()
+    assert len(outputs) == len(requests)
+    for manager in engine.scheduler.managers:
+        assert manager.num_available == manager.num_blocks
+    return {
+        i: (output.prompt_logprobs, *((s.token_ids, s.finish_reason, s.logprobs) for s in output.outputs))
+        for i, output in outputs.items()
+    }
+
+
+def differing(one: Result, other: Result) -> list[int]:
+    assert one.keys() == other.keys()
+    return [i for i in one if one[i] != other[i]]
+
+
+# -------------------------------------------------------------------- the fake runner
+
+
+def fake(**options: Any) -> Engine:
+    num_blocks = options.pop("num_blocks", 4096)
+    model = f"fake://hash?max_model_len=160&eos_rate=0.03&num_blocks={num_blocks}"
+    return load_engine(EngineConfig(model=model, **options))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 3),
+    max_num_seqs=st.sampled_from([1, 2, 3, 7, 64]),
+    budget=st.sampled_from([1, 5, 16, 100, 512]),
+    cache=st.booleans(),
+    block_size=st.sampled_from([1, 3, 16]),
+    pool_tokens=st.sampled_from([160, 200, 400, 2000]),
+    order=st.sampled_from(["given", "reversed", "shuffled"]),
+)
+def test_fake_rows_do_not_depend_on_anything_else(
+    seed: int, max_num_seqs: int, budget: int, cache: bool, block_size: int, pool_tokens: int, order: str
+) -> None:
+    # The fake's tokens follow its block size, through the block that is mixed in: only that is held the same.
+    plain = fake(block_size=block_size, num_blocks=160, enable_prefix_caching=False, max_num_seqs=1)
+    engine = fake(
+        block_size=block_size,
+        num_blocks=-(-pool_tokens // block_size),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=cache,
+    )
+    requests = rows(16, max_model_len=160, vocab=256, seed=seed)
+    other = list(requests)
+    if order != "given":
+        other = other[::-1] if order == "reversed" else random.Random(1).sample(other, len(other))
+    expected, found = results(plain, requests, check=False), results(engine, other)
+    assert differing(expected, found) == []
+
+
+# -------------------------------------------------------------------- tiny models
+
+MAX_MODEL_LEN = 96
+FAMILIES = ["llama", "qwen3", "smollm"]
+
+
+@pytest.fixture(scope="module")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("tiny")
+    return {family: make_tiny(folder / family, family) for family in FAMILIES}
+
+
+def tiny_engine(model: Path, *, pool_blocks: int = 300, **options: Any) -> Engine:
+    settings = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "kv_cache_memory": 1 << 25,
+        "num_threads": 1,
+        **options,
+    }
+    engine = load_engine(EngineConfig(**settings))
+    block_bytes = int(engine.facts["kv_cache_bytes"][0]) // int(engine.facts["num_blocks"][0])
+    if pool_blocks * block_bytes < settings["kv_cache_memory"]:
+        engine.close()
+        engine = load_engine(EngineConfig(**{**settings, "kv_cache_memory": pool_blocks * block_bytes}))
+        assert engine.runner.kv_groups[0].num_blocks == pool_blocks
+    return engine
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(tiny_models: dict[str, Path]) -> Callable[[str], Result]:
+    """What a family gives for every row alone, its prompt in one piece, nothing cached."""
+
+    @functools.cache
+    def run(family: str) -> Result:
+        engine = tiny_engine(
+            tiny_models[family], max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False
+        )
+        return results(engine, tiny_rows(), check=False)
+
+    return run
+
+
+def tiny_rows() -> list[Request]:
+    return rows(24, max_model_len=MAX_MODEL_LEN, vocab=380)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("budget", [16, 512])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 64])
+def test_rows_of_a_model_do_not_depend_on_the_batch(
+    tiny_models: dict[str, Path],
+    one_at_a_time: Callable[[str], Result],
+    max_num_seqs: int,
+    budget: int,
+    cache: bool,
+) -> None:
+    engine = tiny_engine(
+        tiny_models["llama"],
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=cache,
+    )
+    found = results(engine, tiny_rows(), check=False)
+    assert differing(one_at_a_time("llama"), found) == []
+    assert (engine.stats().num_cached_tokens > 0) == cache
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fifty_pre_emptions_change_no_bit(
+    tiny_models: dict[str, Path], one_at_a_time: Callable[[str], Result], family: str, cache: bool
+) -> None:
+    engine = tiny_engine(
+        tiny_models[family],
+        pool_blocks=MAX_MODEL_LEN // 4 + 4,
+        block_size=4,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=cache,
+    )
+    expected = one_at_a_time(family)
+    for _ in range(20):
+        assert differing(expected, results(engine, tiny_rows())) == []
+        if engine.stats().num_preemptions >= 50:
+            break
+    assert engine.stats().num_preemptions >= 50
+
+
+@pytest.mark.parametrize(("chunk", "max_num_seqs"), [(16, 7), (64, 50), (512, 1)])
+def test_repeating_a_shared_head_changes_nothing(tiny_models: dict[str, Path], chunk: int, max_num_seqs: int) -> None:
+    rng = random.Random(5)
+    head = [rng.randrange(3, 380) for _ in range(70)]
+    requests = [
+        Request(
+            request_id=i,
+            prompt_token_ids=head + [rng.randrange(3, 380) for _ in range(1 + i % 7)],
+            sampling=SamplingParams(temperature=0.0, max_tokens=6),
+            stream_key=i,
+        )
+        for i in range(15)
+    ]
+    plain = tiny_engine(tiny_models["llama"], max_num_seqs=1, enable_prefix_caching=False)
+    expected = results(plain, requests, check=False)
+    engine = tiny_engine(tiny_models["llama"], max_num_seqs=max_num_seqs, max_num_batched_tokens=chunk)
+    for _ in range(3):
+        assert differing(expected, results(engine, requests, check=False)) == []
+    assert engine.stats().num_cached_tokens >= 44 * 64
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33, 48])
+def test_a_prompt_that_is_cached_whole_gives_the_same(tiny_models: dict[str, Path], length: int) -> None:
+    rng = random.Random(length)
+    prompt = [rng.randrange(3, 380) for _ in range(length)]
+    requests = [
+        Request(
+            request_id=i,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, max_tokens=8, logprobs=3),
+            stream_key=i,
+        )
+        for i in range(3)
+    ]
+    engine = tiny_engine(tiny_models["llama"], max_num_batched_tokens=16, max_num_seqs=8)
+    alone = results(engine, requests[:1])
+    beside = results(engine, requests)
+    assert {alone[0], *beside.values()} == {alone[0]}
+    plain = tiny_engine(tiny_models["llama"], enable_prefix_caching=False)
+    assert results(plain, requests[:1]) == alone
