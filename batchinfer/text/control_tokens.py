@@ -80,7 +80,13 @@ class ControlTokens:
 
     def mask(self, text: str, sentinel: str) -> str:
         """Renames whole control tokens, then takes the sentinels out."""
+        text = self.without_renamed(text)
         return self._whole.sub(lambda match: RENAMED + match[0], text).replace(sentinel, "")
+
+    @staticmethod
+    def without_renamed(text: str) -> str:
+        """A text that came with the noncharacter of the new names could spell one: it becomes U+FFFD."""
+        return text.replace(RENAMED, "\ufffd")
 
     def _ends_in_prefix(self, text: str) -> bool:
         return any(text[-n:] in self._prefixes for n in range(1, min(self._longest_prefix, len(text)) + 1))

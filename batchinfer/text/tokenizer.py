@@ -136,8 +136,10 @@ class Tokenizer:
         add_special_tokens   put `prefix` (BOS) before the ids, unless they begin with it already. Never an EOS.
         allow_special        False: the text's characters never become a control token (`control_tokens`)
         """
-        backend = self._backend if allow_special else self._masked_backend()
-        return self._encode(backend, texts, add_special_tokens)
+        if allow_special:
+            return self._encode(self._backend, texts, add_special_tokens)
+        texts = [self.control.without_renamed(text) for text in texts]
+        return self._encode(self._masked_backend(), texts, add_special_tokens)
 
     def encode_masked_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """For `prompts`: texts in which `ControlTokens.mask` renamed the control tokens that are meant as such."""
