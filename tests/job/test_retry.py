@@ -1,0 +1,180 @@
+"""Failed rows run again: these rows only, settings recorded, parts replaced atomically, interrupted and resumed."""
+
+from __future__ import annotations
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.data.parts import read_footer
+from batchinfer.errors import ConfigError, ResumeRefused
+from batchinfer.job import windows as windows_module
+from batchinfer.job.commit import part_summary
+from batchinfer.job.manifest import freeze_job, load_manifest
+from batchinfer.job.report import summarize
+from batchinfer.job.resolve import resolve_job
+from batchinfer.job.retry import finish_retry, open_retry
+from batchinfer.job.verify import verify_job
+from batchinfer.types.rows import ErrorClass, RowError
+
+
+@pytest.fixture
+def failed(shop, monkeypatch):
+    """Three parts of 4 rows. Row 1: null. Row 2: too long. Rows 5 and 6: the engine said no. Part 3 is fine."""
+    monkeypatch.setattr(windows_module, "MAX_CHUNK_ROWS", 4)
+    prompts = [f"p{i}" for i in range(12)]
+    prompts[1], prompts[2] = None, "x" * 200
+    shop.write("a.parquet", {"prompt": prompts})
+
+    def answer(prompt, file, row):
+        if row == 5:
+            return RowError(ErrorClass.ENGINE_CRASH, "it crashed")
+        if row == 6:
+            return RowError(ErrorClass.NON_FINITE_LOGITS, "NaN")
+        return f"echo {prompt}"
+
+    job = freeze_job(resolve_job(shop.spec(engine={"max_model_len": 128}, output={"token_ids": True})))
+    shop.run(job, answer=answer)
+    assert summarize(job).failed == {
+        "engine_crash": 1,
+        "invalid_prompt": 1,
+        "non_finite_logits": 1,
+        "prompt_too_long": 1,
+    }
+    shop.ran.clear()
+    return shop
+
+
+def resolved(shop, *overrides):
+    sections = {"engine": {"max_model_len": 128}, "output": {"token_ids": True}}
+    return resolve_job(shop.spec(*overrides, **sections), retry=True)
+
+
+def run_retry(shop, plan, **options):
+    shop.run(plan.job, epoch=5, **options)
+    finish_retry(plan.job)
+
+
+def test_retry_runs_retryable_rows_and_touches_no_other(failed):
+    before = failed.read()
+    parts = {path.name: path.read_bytes() for path in failed.parts()}
+    plan = open_retry(resolved(failed))
+    assert plan.failed == {"engine_crash": 1, "non_finite_logits": 1, "prompt_too_long": 1}
+    assert plan.num_rows == plan.job.num_rows == 3
+    run_retry(failed, plan)
+    assert sorted(failed.ran) == [("a.parquet", 5), ("a.parquet", 6)], "the long prompt is refused while planning"
+    after = failed.read()
+    for row, (old, new) in enumerate(zip(before, after, strict=True)):
+        if row in (5, 6):
+            assert old["error"] is not None and new["error"] is None
+            assert new["completion"] == f"echo p{row}" and new["token_ids"] == [5, 6, 7]
+        else:
+            assert old == new
+    assert failed.parts()[2].read_bytes() == parts["part-00000-00002.parquet"]
+    frozen = load_manifest(plan.job.layout)
+    assert verify_job(frozen).ok
+    report = summarize(frozen)
+    assert report.failed == {"invalid_prompt": 1, "prompt_too_long": 1} and report.exit_code == 3
+    assert report.cached_tokens == 10, "what was cached before is still counted"
+
+
+def test_changed_limit_is_used_and_recorded(failed):
+    job = resolved(failed, "engine.max_model_len=256", "sampling.temperature=0.5")
+    assert job.overrides == {"engine.max_model_len": 256, "sampling.temperature": 0.5}
+    plan = open_retry(job, "prompt_too_long")
+    assert plan.failed == {"prompt_too_long": 1}
+    assert plan.job.max_model_len == 256 and plan.job.sampling.temperature == 0.5
+    assert plan.job.engine_config.max_model_len == 256
+    run_retry(failed, plan)
+    assert failed.ran == [("a.parquet", 2)]
+    assert failed.read()[2]["completion"] == "echo " + "x" * 200
+    footer = read_footer(failed.parts()[0])
+    assert footer["settings"]["engine.max_model_len"] == 128, "what made the other rows"
+    (entry,) = footer["retries"]
+    assert entry == {
+        "retry": 1,
+        "epoch": 5,
+        "settings": {"engine.max_model_len": 256, "sampling.temperature": 0.5},
+        "rows": 1,
+        "completed": 1,
+    }
+    assert verify_job(load_manifest(plan.job.layout)).ok
+    # A second retry adds its own entry.
+    plan = open_retry(resolved(failed))
+    run_retry(failed, plan)
+    assert plan.job.retry == 2
+    assert [entry["retry"] for entry in read_footer(failed.parts()[0])["retries"]] == [1]
+    assert [entry["retry"] for entry in read_footer(failed.parts()[1])["retries"]] == [2]
+
+
+def test_the_submit_command_still_finds_its_job(failed):
+    run_retry(failed, open_retry(resolved(failed, "engine.max_model_len=256")))
+    job = resolve_job(failed.spec(engine={"max_model_len": 128}, output={"token_ids": True}))
+    assert all(part_summary(job, chunk) is not None for window in job.windows() for chunk in window.chunks)
+
+
+def test_a_row_that_fails_again_says_why_now(failed):
+    plan = open_retry(resolved(failed), "engine_crash")
+    run_retry(failed, plan, answer=lambda *_: RowError(ErrorClass.OUT_OF_MEMORY, "now this"))
+    assert failed.read()[5]["error"] == {"class": "out_of_memory", "message": "now this"}
+    assert verify_job(load_manifest(plan.job.layout)).ok
+
+
+def test_interrupted_retry_goes_on_where_it_was(failed):
+    plan = open_retry(resolved(failed))
+    window = plan.job.windows()[0]
+    assert [chunk.chunk for chunk in window.chunks] == [0, 1]
+    # Planned and answered; of the two parts one is replaced; then the process dies.
+    from batchinfer.job.commit import commit_chunk
+
+    ledger = failed.plan(plan.job, 0, window.chunks)
+    failed.answer(plan.job, ledger)
+    commit_chunk(plan.job, ledger, window.chunks[0], epoch=5)
+    again = open_retry(resolved(failed))
+    assert again.resumed and again.job == plan.job
+    failed.ran.clear()
+    commit_chunk(again.job, ledger, window.chunks[0], epoch=6)
+    commit_chunk(again.job, ledger, window.chunks[1], epoch=6)
+    assert read_footer(failed.parts()[0])["retries"][0]["epoch"] == 5
+    finish_retry(again.job)
+    assert open_retry(resolved(failed)).job.retry == 2, "the too long row is still there"
+    # With other settings, an interrupted one is given up.
+    assert open_retry(resolved(failed, "engine.max_model_len=200")).job.retry == 3
+
+
+def test_nothing_to_retry(shop):
+    shop.write("a.parquet", {"prompt": ["a", None]})
+    shop.submit()
+    assert open_retry(resolve_job(shop.spec(), retry=True)) is None
+
+
+def test_what_can_not_be_retried_is_said(failed, shop):
+    with pytest.raises(ConfigError, match="no such error class; there are invalid_prompt"):
+        open_retry(resolved(failed), "nonsense")
+    with pytest.raises(ConfigError, match="wrong in themselves"):
+        open_retry(resolved(failed), "invalid_prompt")
+    with pytest.raises(ResumeRefused, match=r"sampling\.n: 1 -> 2"):
+        resolved(failed, "sampling.n=2")
+    with pytest.raises(ResumeRefused, match=r"input\.prompt"):
+        resolved(failed, "input.prompt_column=null", "input.prompt='{prompt}'")
+    failed.parts()[1].unlink()
+    with pytest.raises(ResumeRefused, match="finish the job"):
+        open_retry(resolved(failed))
+
+
+def test_part_is_never_missing_while_it_is_replaced(failed, monkeypatch):
+    import os
+
+    real = os.replace
+    seen = []
+
+    def replace(source, target, **named):
+        if str(target).endswith(".parquet"):
+            seen.append(pq.read_table(target).num_rows)
+            real(source, target, **named)
+            seen.append(pq.read_table(target).num_rows)
+        else:
+            real(source, target, **named)
+
+    monkeypatch.setattr(os, "replace", replace)
+    run_retry(failed, open_retry(resolved(failed)))
+    assert seen == [4, 4, 4, 4]
