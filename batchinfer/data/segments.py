@@ -46,6 +46,7 @@ RESULT_SCHEMA = pa.schema(
         pa.field("error_message", pa.string()),
     ]
 )
+TAKE_BYTES = 256 << 20
 _INDEX_KEY = b"batchinfer.chunks"
 _SEGMENT_NAME = re.compile(r"u(\d+)-e(\d+)-l(\d+)-(\d+)\.arrow")
 _EPOCH_IN_NAME = re.compile(r"-e(\d+)(?:[-.]|$)")
@@ -222,7 +223,7 @@ def _age(name: SegmentName | None) -> tuple[int, int, int]:
 
 def _take(table: pa.Table, order: npt.NDArray[np.int64]) -> pa.Table:
     """Like table.take, in pieces whose strings stay far below Arrow's 32-bit offsets."""
-    pieces = max(1, -(-table.nbytes // (256 << 20)))
+    pieces = max(1, -(-table.nbytes // TAKE_BYTES))
     if pieces == 1:
         return table.take(pa.array(order))
     return pa.concat_tables([table.take(pa.array(part)) for part in np.array_split(order, pieces)])

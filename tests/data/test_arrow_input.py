@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +130,9 @@ def test_a_hub_id_goes_through_datasets(tmp_path: Path, monkeypatch: pytest.Monk
     write(cached, TABLE, "stream", 50)
     asked = []
 
-    class Loaded:
-        cache_files = [{"filename": str(cached)}]
-
     def load(name: str, config: str | None, **options: Any) -> dict[str, Any]:
         asked.append((name, config, options))
-        return {"train": Loaded()}
+        return {"train": types.SimpleNamespace(cache_files=[{"filename": str(cached)}])}
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     dataset = open_dataset("org/demo:main::train", storage_options={"token": "x"})

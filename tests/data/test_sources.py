@@ -88,9 +88,7 @@ def test_a_format_selects_files(folder: Path) -> None:
 
 
 def test_what_is_not_there_is_said_with_what_is(folder: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"no such file or folder.*holds README\.md, a\.jsonl, b\.jsonl, .* and 3 more"
-    ):
+    with pytest.raises(InputError, match=r"no such file or folder.*holds README\.md, a\.jsonl, b\.jsonl, .*and 2 more"):
         names(folder / "aa.jsonl")
     with pytest.raises(InputError, match="empty"):
         names(" ")
@@ -149,5 +147,8 @@ def test_files_are_opened_once_only_when_read(folder: Path) -> None:
 
 
 def test_importing_the_readers_loads_no_datasets() -> None:
-    code = "import sys, batchinfer.data.dataset, batchinfer.data.parts; print([m for m in ('datasets', 'torch', 'pandas', 'dask') if m in sys.modules])"
+    code = (
+        "import sys, batchinfer.data.dataset, batchinfer.data.parts;"
+        "print([m for m in ('datasets', 'torch', 'pandas', 'dask') if m in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
