@@ -60,5 +60,6 @@ def test_logits_equal_transformers_and_do_not_depend_on_chunks(
     runner = make_runner(family)
     whole = all_logits(runner, tokens, [NUM_TOKENS])
     assert (whole - expected).abs().max() < 1e-3
-    for sizes in ([1], [7], [16], [250, 1]):
+    # Token by token only over a split's edge; for one member all the way.
+    for sizes in ([1] if family == "smollm" else [240, *[1] * 24, 36], [7], [16]):
         assert torch.equal(all_logits(runner, tokens, sizes), whole), sizes

@@ -1,0 +1,71 @@
+"""How many blocks there are, and from what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from batchinfer.attention.spec import AttentionSpec
+from batchinfer.errors import ConfigError
+from batchinfer.runner.kv_memory import KVLayout, allocate, bytes_per_block, free_memory, resolve_num_blocks
+from batchinfer.runner.sequence_state import BlockRow
+
+SPEC = AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
+SLIDING = AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125, window=8)
+
+
+def blocks(kv_cache_memory: int | str = "auto", **options: Any) -> tuple[int, str]:
+    settings: dict[str, Any] = {
+        "block_bytes": 1000,
+        "block_size": 16,
+        "max_model_len": 100,
+        "max_num_seqs": 5,
+        "free_bytes": 100_000,
+        "share": 0.5,
+    }
+    return resolve_num_blocks(kv_cache_memory, **settings | options)
+
+
+def test_auto_is_what_can_be_used_within_a_share_of_free_memory() -> None:
+    assert blocks() == (35, "auto: max_num_seqs sequences of max_model_len tokens")
+    assert blocks(max_num_seqs=50)[0] == 50
+    assert "50% of" in blocks(max_num_seqs=50)[1]
+    assert blocks(8000) == (8, "engine.kv_cache_memory")
+
+
+def test_too_little_for_one_sequence_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"lower engine.max_model_len or raise engine.kv_cache_memory"):
+        blocks(6999)
+    assert blocks(7000)[0] == 7
+
+
+def test_layers_are_grouped_by_window_and_share_nothing_else() -> None:
+    specs = [SPEC, SLIDING, SPEC]
+    layout = KVLayout.of(specs)
+    assert layout == KVLayout(group_of_layer=(0, 1, 0), windows=(None, 8))
+    assert bytes_per_block(specs, 16, torch.bfloat16) == 3 * 2 * 3 * 64 * 16 * 2
+    layers, groups = allocate(
+        specs, layout, num_blocks=5, block_size=16, dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert [g.window for g in groups] == [None, 8]
+    assert {layer.k_cache.shape for layer in layers} == {(5, 3, 16, 64)}
+    assert len({layer.v_cache.data_ptr() for layer in layers}) == 3
+
+
+def test_free_memory_is_a_sensible_number() -> None:
+    assert 2**20 < free_memory(torch.device("cpu")) < 2**46
+
+
+def test_block_row_follows_growth_and_replacement() -> None:
+    row, table = BlockRow(), [4, 2]
+    assert row.update(table).tolist() == [4, 2]
+    table.append(9)
+    assert row.update(table).tolist() == [4, 2, 9]
+    table.extend(range(40))
+    assert row.update(table).tolist() == table
+    table[1] = 77  # the same length, another block: pre-empted and back
+    assert row.update(table).tolist() == table
+    assert row.update(tuple(table[:2])).tolist() == table[:2]
+    assert row.update([4, 77, 1]).tolist() == [4, 77, 1]
