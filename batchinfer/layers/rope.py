@@ -73,6 +73,9 @@ class RopeConfig:
         theta = merged.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
         partial = merged.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
         scaling = {key: value for key, value in merged.items() if value is not None}
+        original = config.get("original_max_position_embeddings")
+        if original is not None and "original_max_position_embeddings" in _SCALE_KEYS[kind]:
+            scaling["original_max_position_embeddings"] = original  # beside the others it wins, as in transformers
         unknown = sorted(set(scaling) - _SCALE_KEYS[kind] - ({"factor"} if kind == "default" else set()))
         if unknown:
             raise ModelError(

@@ -67,6 +67,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         data_start = 8 + length
         for name, info in header.items():
             start, end = info["data_offsets"]
+            if not all(isinstance(n, int) and n >= 0 for n in (start, end - start, *info["shape"])):
+                raise ValueError(f"tensor {name!r} has shape {info['shape']} at bytes {start} to {end}")
             tensors[name] = StoredTensor(
                 name=name,
                 file=path,

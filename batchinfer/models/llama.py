@@ -88,11 +88,14 @@ class LlamaConfig:
         hidden_size, num_heads, num_layers = (
             number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
-        num_kv_heads = number("num_key_value_heads") if config.get("num_key_value_heads") else num_heads
+        num_kv_heads = num_heads if config.get("num_key_value_heads") is None else number("num_key_value_heads")
         if num_heads % num_kv_heads:
             raise ModelError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
-        head_dim = config.get("head_dim", variant.default_head_dim)
-        if head_dim is None:
+        if config.get("head_dim") is not None:
+            head_dim = number("head_dim")
+        elif "head_dim" not in config and variant.default_head_dim is not None:
+            head_dim = variant.default_head_dim
+        else:
             if hidden_size % num_heads:
                 raise ModelError(
                     f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
@@ -110,7 +113,7 @@ class LlamaConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=int(head_dim),
+            head_dim=head_dim,
             vocab_size=number("vocab_size"),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             qkv_bias=has_bias or variant.attention_bias == "qkv",
@@ -119,7 +122,7 @@ class LlamaConfig:
             qk_norm=variant.qk_norm,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             windows=_windows(variant, config, num_layers),
-            rope=RopeConfig.from_config(config, head_dim=int(head_dim), max_position_embeddings=max_positions),
+            rope=RopeConfig.from_config(config, head_dim=head_dim, max_position_embeddings=max_positions),
         )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from batchinfer.weights.gguf_types import DEQUANTIZED, dequantize
 from batchinfer.weights.rules import Ignore, Part, Rule, WeightError, match
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 # Elements handled at once: large enough that Python's share is nothing, small enough for the cache.
 PIECE_ELEMENTS = 1 << 18
 
@@ -130,20 +131,7 @@ def _copy_piece(reader: TensorReader, progress: _Progress, item: _Item, start: i
         if item.target is None:
             item.target = item.layer.target(item.part)
     stored, target = item.stored, item.target
-    piece = target[start:stop]
-    if item.rule.view is not None:
-        piece = item.rule.view(piece)
-    values = reader.rows(stored, start, stop)
-    if piece.device.type == "cpu" and piece.dtype == torch.float32 and values.dtype == torch.float32:
-        # numpy copies on this thread; torch would start a team of threads for each piece.
-        np.copyto(piece.numpy(), values.numpy().reshape(piece.shape))
-    else:
-        piece.copy_(values.view(piece.shape))
-        if piece.dtype == torch.float16 and values.dtype != torch.float16 and not torch.isfinite(piece).all():
-            raise WeightError(
-                f"{stored.file}: tensor {stored.name!r} ({stored.dtype}) has values that float16 can't hold; "
-                "use dtype: bfloat16 or float32"
-            )
+    _fill(target[start:stop], item.rule, reader, stored, start, stop)
     with progress.lock:
         item.pieces_left -= 1
         if item.pieces_left:
@@ -153,6 +141,28 @@ def _copy_piece(reader: TensorReader, progress: _Progress, item: _Item, start: i
         complete = progress.parts_left[id(item.layer)] == 0
     if complete:
         item.layer.loaded()
+
+
+def _fill(piece: Tensor, rule: Rule, reader: TensorReader, stored: StoredTensor, start: int, stop: int) -> None:
+    """Rows start .. stop of a stored tensor into the part of a parameter that they belong to."""
+    on_cpu = piece.device.type == "cpu"
+    if on_cpu and rule.view is None and piece.dtype == PLAIN_TYPES.get(stored.dtype) and piece.is_contiguous():
+        row_bytes = stored.nbytes // stored.shape[0]
+        reader.read_into(piece.view(-1).view(torch.uint8).numpy(), stored, start * row_bytes)
+        return
+    if rule.view is not None:
+        piece = rule.view(piece)
+    values = reader.rows(stored, start, stop)
+    if on_cpu and piece.dtype == torch.float32 and values.dtype == torch.float32:
+        # numpy copies on this thread; torch would start a team of threads for each piece.
+        np.copyto(piece.numpy(), values.numpy().reshape(piece.shape))
+        return
+    piece.copy_(values.view(piece.shape))
+    if piece.dtype == torch.float16 and values.dtype != torch.float16 and not torch.isfinite(piece).all():
+        raise WeightError(
+            f"{stored.file}: tensor {stored.name!r} ({stored.dtype}) has values that float16 can't hold; "
+            "use dtype: bfloat16 or float32"
+        )
 
 
 class TensorReader:
@@ -179,11 +189,16 @@ class TensorReader:
             return torch.from_numpy(raw).view(plain).view(shape)
         return torch.from_numpy(dequantize(raw, stored.dtype)).view(shape)
 
-    def bytes(self, stored: StoredTensor, offset: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def bytes(self, stored: StoredTensor, offset: int, nbytes: int) -> Bytes:
         """nbytes from offset within a tensor's data."""
-        # Read, not mapped: a file that shrinks meanwhile is then an error with a name, not a SIGBUS.
         buffer = np.empty(nbytes, dtype=np.uint8)
-        done = 0
+        self.read_into(buffer, stored, offset)
+        return buffer
+
+    def read_into(self, buffer: Bytes, stored: StoredTensor, offset: int) -> None:
+        """Fills the buffer from offset within a tensor's data."""
+        # Read, not mapped: a file that shrinks meanwhile is then an error with a name, not a SIGBUS.
+        done, nbytes = 0, buffer.size
         try:
             descriptor = self._descriptor(stored.file)
             while done < nbytes:
@@ -197,7 +212,6 @@ class TensorReader:
             ) from error
         if done < nbytes:
             raise WeightError(f"{stored.file}: ends inside tensor {stored.name!r}; copy or download it again")
-        return buffer
 
     def _descriptor(self, path: Path) -> int:
         with self._lock:

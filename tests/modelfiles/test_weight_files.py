@@ -162,6 +162,17 @@ def test_a_header_without_offsets(tmp_path: Path) -> None:
     refused(folder, "its safetensors header is damaged")
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [{"data_offsets": [8, 4]}, {"data_offsets": [-4, 252]}, {"data_offsets": [0]}, {"shape": [-64]}, {"shape": "64"}],
+    ids=str,
+)
+def test_a_header_with_impossible_numbers(tmp_path: Path, entry: dict[str, Any]) -> None:
+    folder = make_tiny(tmp_path / "tiny")
+    rewrite_header(folder / "model.safetensors", lambda h: h["model.norm.weight"].update(entry))
+    refused(folder, "its safetensors header is damaged")
+
+
 def test_weights_in_another_format(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "tiny")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")

@@ -85,6 +85,11 @@ def test_rope_parameters(tmp_path: Path) -> None:
     assert_equals_oracle(path)
 
 
+def test_the_original_length_beside_the_scaling(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    assert_equals_oracle(make_tiny(tmp_path, rope_scaling=scaling, original_max_position_embeddings=64))
+
+
 def test_scaling_is_not_ignored(tmp_path: Path) -> None:
     """The tests above would see scaling left out: it changes logits by far more than their tolerance."""
     plain = logits(load(make_tiny(tmp_path / "plain")), TOKEN_IDS)

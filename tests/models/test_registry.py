@@ -40,6 +40,8 @@ def refused(path: Path, *words: str, error: type[Exception] = ModelError, **opti
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu'"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads 4 is not a multiple of num_key_value_heads 3"]),
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, ["not a multiple of", "no head_dim"]),
+        ({"num_key_value_heads": 0}, ["num_key_value_heads", "got 0"]),
+        ({"head_dim": "wide"}, ["head_dim in the model's config must be a positive integer, got 'wide'"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers", "positive integer, got 0"]),
         ({"vocab_size": "384"}, ["vocab_size", "positive integer"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, ["'longrope' is not supported", "yarn"]),
