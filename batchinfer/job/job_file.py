@@ -133,7 +133,7 @@ def _build(
             if key in result:
                 first = where[here].rpartition(":")[2]
                 problems.append(
-                    f"{label}:{line}: {_dotted(here)} is given twice (first on line {first}); keep one of them"
+                    f"{label}:{line}: {dotted(here)} is given twice (first on line {first}); keep one of them"
                 )
                 continue
             where[here] = f"{label}:{line}"
@@ -192,7 +192,7 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _dotted(path: KeyPath) -> str:
+def dotted(path: KeyPath) -> str:
     return "".join(
         f"[{part}]" if isinstance(part, int) else (f".{part}" if index else part) for index, part in enumerate(path)
     )

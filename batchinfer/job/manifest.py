@@ -172,6 +172,7 @@ def freeze_job(job: ResolvedJob) -> ResolvedJob:
     layout = job.layout
     store = LocalStore(layout.output)
     key = layout.key(layout.manifest)
+    job = _keep_indexes(job, store)
     data = job_to_json(replace(job, facts={**job.facts, "created": _now()}))
     if store.put_if_absent(key, data):
         return job
@@ -184,6 +185,19 @@ def freeze_job(job: ResolvedJob) -> ResolvedJob:
     if len(job.generations) != len(frozen.generations):
         store.replace(key, job_to_json(replace(job, facts={**frozen.facts, "extended": _now()})))
     return job
+
+
+def _keep_indexes(job: ResolvedJob, store: LocalStore) -> ResolvedJob:
+    """Seek indexes of input files go to where every worker finds them."""
+    folder = job.layout.input_cache
+    files = []
+    for entry in job.input["files"]:
+        path = Path(entry["seek_index"]) if entry["seek_index"] else None
+        if path is not None and path.parent != folder and path.exists():
+            store.put_if_absent(job.layout.key(folder / path.name), path.read_bytes())
+            entry = {**entry, "seek_index": str(folder / path.name)}
+        files.append(entry)
+    return replace(job, input={**job.input, "files": files})
 
 
 def load_manifest(layout: JobLayout) -> ResolvedJob | None:

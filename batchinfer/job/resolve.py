@@ -6,11 +6,14 @@ frozen job, that one is compared with and kept (`job.manifest`).
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.metadata
 import json
 import platform
 import secrets
+import shutil
+import tempfile
 from dataclasses import fields, replace
 from datetime import datetime
 from typing import Any
@@ -51,7 +54,8 @@ def resolve_job(
     and engine settings may differ from the frozen ones (they become the job's `overrides`).
 
     instruction_level   of the machines that will run the engines (batchinfer_kernels.determinism): fixes the bytes
-    cache_dir           where indexes of JSON Lines files are kept; None scans them and keeps nothing
+    cache_dir           where indexes of JSON Lines files are kept. None: with the frozen job; for a new one in a
+                        temporary folder, from where `freeze_job` takes them
 
     Raises ConfigError, InputError or ModelError where the job can't run.
     """
@@ -65,7 +69,7 @@ def resolve_job(
         format=spec.input.format,
         limit=spec.input.limit,
         storage_options=spec.input.storage_options,
-        cache_dir=cache_dir,
+        cache_dir=cache_dir or (str(layout.input_cache) if frozen is not None else _temporary_cache()),
     )
     semantic, sources = _resolve_values(spec, files, instruction_level)
     if frozen is not None and (spec.sampling.seed is None or spec.sampling.seed == frozen.seed):
@@ -102,6 +106,13 @@ def resolve_job(
     if found:
         raise refusal(layout, found)
     return in_frozen_order(frozen, job)
+
+
+def _temporary_cache() -> str:
+    """A folder of this process alone: nothing is written to the output before the job is known to be good."""
+    folder = tempfile.mkdtemp(prefix="batchinfer-input-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _with_overrides(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:
