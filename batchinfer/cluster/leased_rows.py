@@ -6,11 +6,13 @@ from another lease of the same piece) are never begun. Rows are begun in order; 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from batchinfer.cluster.trace import trace_lease, tracing
 from batchinfer.data.prepared import Int64, PreparedRows, read_prepared
 from batchinfer.data.segments import done_rows
 from batchinfer.job.layout import JobLayout
@@ -78,16 +80,12 @@ def open_lease(
     layout: JobLayout, *, lease: int, window: int, unit: int, epoch: int, start: int, stop: int
 ) -> LeasedRows:
     """Reads a piece from its unit's prepared file. `epoch`: of the driver that prepared it."""
+    now = time.time()
     rows = read_prepared(layout.prepared_unit(window, epoch, unit)).slice(start, stop)
-    return LeasedRows(
-        lease=lease,
-        window=window,
-        unit=unit,
-        start=start,
-        stop=stop,
-        rows=rows,
-        todo=missing_rows(rows, unit_segments(layout.segments(window), unit)) + start,
-    )
+    todo = missing_rows(rows, unit_segments(layout.segments(window), unit))
+    if tracing():
+        trace_lease(window, zip(rows.chunks[todo].tolist(), rows.rows[todo].tolist(), strict=True), now)
+    return LeasedRows(lease=lease, window=window, unit=unit, start=start, stop=stop, rows=rows, todo=todo + start)
 
 
 def unit_segments(folder: Path, unit: int) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from batchinfer.cluster.leased_rows import LeasedRows
 from batchinfer.cluster.lifecycle import in_thread
+from batchinfer.cluster.trace import trace_published, tracing
 from batchinfer.data.segments import ResultRow, SegmentName, write_segment
 
 FLUSH_EVERY_S = 3.0
@@ -107,6 +108,8 @@ class ResultSink:
             name = SegmentName(lease.unit, self._epoch, lease.lease, lease.num_segments)
             lease.num_segments += 1
             write_segment(self._folder(lease.window) / str(name), gathered.rows)
+            if tracing():
+                trace_published(lease.window, ((row.chunk, row.row) for row in gathered.rows))
             lease.made_durable(gathered.positions)
             self._told({"t": "progress", "lease": lease.lease, **_counts(gathered.rows)})
         if last:

@@ -1,0 +1,132 @@
+"""Processes killed at bad moments: the rows come out as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import pyarrow as pa
+import pytest
+
+from tests.cluster.conftest import FAST, SLOW, JobFolder, alive, family
+
+ROWS = 150
+SETTINGS = {"engine": {"max_num_seqs": 8}, "sampling": {"temperature": 0.8, "max_tokens": 10}}
+
+
+@pytest.fixture
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], pa.Table]:
+    """The rows of an undisturbed run of the same job."""
+
+    def run() -> pa.Table:
+        other = JobFolder(tmp_path_factory.mktemp("calm"))
+        other.input(ROWS)
+        other.job(FAST, **SETTINGS)
+        other.run()
+        return other.table()
+
+    return run
+
+
+def ran_again(folder: JobFolder) -> set[tuple[int, int]]:
+    """Rows that were durable before their unit's new lease, and were run all the same."""
+    durable: dict[tuple[int, int], float] = {}
+    again: set[tuple[int, int]] = set()
+    for event in sorted(folder.events("published"), key=lambda event: event["time"]):
+        for row in event["rows"]:
+            durable.setdefault(tuple(row), event["time"])
+    for event in folder.events("lease"):
+        again |= {tuple(row) for row in event["rows"] if durable.get(tuple(row), 1e18) < event["leased_at"]}
+    return again
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_and_resumed_equals_uninterrupted(folder: JobFolder, calm: Callable[[], pa.Table], seed: int) -> None:
+    draw = random.Random(seed)
+    folder.input(ROWS)
+    folder.job(SLOW, **SETTINGS)
+    driver = folder.start()
+    kills = 0
+    for target in draw.sample(["driver", "worker_process", "engine_process", "driver"], 4):
+        seen = len(folder.events("published"))
+        folder.wait_for(lambda seen=seen: len(folder.events("published")) > seen or driver.poll() is not None)
+        time.sleep(draw.uniform(0.0, 0.4))
+        if driver.poll() is not None:
+            break
+        victims = [driver.pid] if target == "driver" else folder.of_kind(driver, target)
+        if not victims:
+            continue
+        below = family(driver.pid)
+        os.kill(draw.choice(victims), signal.SIGKILL)
+        kills += 1
+        if target == "driver":
+            driver.communicate()
+            folder.wait_for(lambda below=below: not any(map(alive, below)), timeout=8)
+            driver = folder.start()
+    _, said = driver.communicate(timeout=90)
+    assert driver.returncode == 0, said + folder.logs()
+    assert kills >= 2
+    folder.run("verify", "out")
+    assert not ran_again(folder)
+    assert_same_rows(folder.table(), calm())
+
+
+def assert_same_rows(table: pa.Table, wanted: pa.Table) -> None:
+    assert table.equals(wanted), [(a, b) for a, b in zip(table.to_pylist(), wanted.to_pylist(), strict=True) if a != b][
+        :3
+    ]
+
+
+def test_a_killed_worker_is_replaced_and_its_engine_is_gone_within_seconds(folder: JobFolder) -> None:
+    folder.input(ROWS)
+    folder.job(SLOW, **SETTINGS, cluster={"workers": 2})
+    driver = folder.start()
+    folder.wait_for(folder.segments)
+    victim = folder.of_kind(driver, "worker_process")[0]
+    engines = [pid for pid, line in family(victim).items() if "engine_process" in line]
+    os.kill(victim, signal.SIGKILL)
+    folder.wait_for(lambda: not any(map(alive, engines)), timeout=8)
+    folder.wait_for(lambda: len(folder.of_kind(driver, "worker_process")) == 2 or driver.poll() is not None)
+    _, said = driver.communicate(timeout=60)
+    assert driver.returncode == 0, said
+    folder.run("verify", "out")
+
+
+def test_the_poison_row_is_found_and_all_others_complete(folder: JobFolder) -> None:
+    texts = [f"row {i}" for i in range(40)]
+    texts[23] = "row ~ 23"
+    folder.input({"text": texts})
+    folder.job(f"{FAST}&crash_token={ord('~')}", engine={"max_num_seqs": 8})
+    folder.run(code=3, timeout=110)
+    rows = folder.rows()
+    bad = [i for i, row in enumerate(rows) if row["error"]]
+    assert bad == [23]
+    assert rows[23]["error"]["class"] == "engine_crash"
+    assert "exit code 13" in rows[23]["error"]["message"]
+    folder.run("verify", "out")
+
+
+def test_after_a_killed_driver_nothing_is_left_running(folder: JobFolder) -> None:
+    folder.input(ROWS)
+    folder.job(SLOW, **SETTINGS)
+    driver = folder.start()
+    folder.wait_for(folder.segments)
+    below = family(driver.pid)
+    assert len(below) >= 2
+    os.kill(driver.pid, signal.SIGKILL)
+    folder.wait_for(lambda: not any(map(alive, below)), timeout=8)
+    assert '"interrupted"' in folder.run("status", "out", "--json")
+
+
+def test_the_second_signal_ends_it_at_once(folder: JobFolder) -> None:
+    folder.input(ROWS)
+    folder.job(SLOW, **SETTINGS)
+    driver = folder.start()
+    folder.wait_for(folder.segments)
+    driver.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(5) == 75
