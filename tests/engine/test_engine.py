@@ -239,6 +239,14 @@ def test_min_tokens(least: int, most: int, extra: dict[str, Any]) -> None:
         assert EOS not in sample.token_ids[:least]
 
 
+@pytest.mark.parametrize("ends", [[0, 1, 2, 5], [2, 6], [5], [4, 9]])
+def test_a_stop_id_counts_after_the_minimum_only(ends: list[int]) -> None:
+    script = [EOS if i in ends else 97 for i in range(20)]
+    sample = only(engine_of(Replay(script)), request(0, "p", min_tokens=5, max_tokens=20))
+    assert len(sample.token_ids) == min(i for i in ends if i >= 5) + 1
+    assert sample.finish_reason == "stop"
+
+
 def test_min_tokens_above_max_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match="min_tokens"):
         SamplingParams(min_tokens=21, max_tokens=20)

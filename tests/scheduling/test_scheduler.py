@@ -356,6 +356,22 @@ def test_the_youngest_gives_way() -> None:
     assert young.num_preemptions > 0
 
 
+def test_the_youngest_gives_way_to_an_older_prompt_under_way() -> None:
+    bench = Bench(num_blocks=20, block_size=4, budget=37)
+    head = numbers(32, seed=0)
+    bench.add(head, max_tokens=1)
+    old = bench.add(head + numbers(40, seed=1), max_tokens=1)  # waits for the head, then takes 18 blocks
+    young = bench.add(numbers(4, seed=2), max_tokens=20)  # passes it
+    bench.step()
+    bench.scheduler.max_num_batched_tokens = 9
+    bench.step()
+    assert (old.status, young.status) == (Status.PREFILLING, Status.DECODING)
+    bench.drain()
+    bench.assert_right()
+    assert young.error is None
+    assert (old.num_preemptions, young.num_preemptions) == (0, 1)
+
+
 def test_recomputing_finds_what_is_still_cached() -> None:
     results = {}
     for cache in (True, False):
@@ -427,6 +443,18 @@ def test_a_plan_without_commit_did_not_happen() -> None:
     assert [spec.seq_id for spec in again.added] == [0, 1, 2]
     bench.drain()
     bench.assert_right()
+
+
+def test_what_is_given_up_after_a_lost_plan_is_not_told_as_new() -> None:
+    bench = Bench()
+    bench.add([1, 2, 3])
+    bench.add([4, 5, 6])
+    bench.scheduler.schedule()
+    bench.scheduler.abort(0)
+    plan = bench.step()
+    assert plan is not None
+    assert [spec.seq_id for spec in plan.added] == [1]
+    assert plan.finished == (0,)  # a runner may have heard of it, or not
 
 
 def test_the_runner_hears_of_each_sequence_once_when_it_comes_and_once_when_it_goes() -> None:
