@@ -215,6 +215,12 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def _conform_list(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if t.is_fixed_size_list(target):
+        # Null lists have slots too: values are taken unflattened.
+        start, count = array.offset * target.list_size, len(array) * target.list_size
+        values = conform(array.values.slice(start, count), target.value_type)
+        mask = array.is_null() if array.null_count else None
+        return pa.FixedSizeListArray.from_arrays(values, type=target, mask=mask)
     # flatten() skips what null lists may still point to, so offsets are built anew from the lengths.
     lengths = pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64())
     values = conform(array.flatten(), target.value_type)
