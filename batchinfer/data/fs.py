@@ -68,8 +68,9 @@ def is_foreign(name: str) -> bool:
 
 
 def temp_path_for(path: Path) -> Path:
-    """A fresh hidden name beside `path`, so that linking and renaming stay inside one file system."""
-    return path.parent / f"{TMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}-{path.name}"
+    """A fresh hidden name beside `path`, so that linking and renaming stay inside one file system. It has an ending
+    of its own: DuckDB's `*.parquet` takes hidden files too."""
+    return path.parent / f"{TMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}-{path.name}.tmp"
 
 
 def is_temp(name: str) -> bool:

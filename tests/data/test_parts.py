@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from batchinfer.data import dataset as dataset_module
 from batchinfer.data import parts as parts_module
 from batchinfer.data.dataset import open_dataset
+from batchinfer.data.fs import temp_path_for
 from batchinfer.data.layout import OutputLayout, output_schema
 from batchinfer.data.parts import (
     BrokenPart,
@@ -108,7 +109,10 @@ def test_rows_are_joined_in_order(tmp_path: Path) -> None:
     counts = {"prompt_tokens": 10, "completion_tokens": 3}
     assert good == {
         **(row | counts),
-        "completion": "out 5.0", "finish_reason": "stop", "token_ids": [5, 0, 9], "logprobs": logprobs,
+        "completion": "out 5.0",
+        "finish_reason": "stop",
+        "token_ids": [5, 0, 9],
+        "logprobs": logprobs,
     }
     row = {"source_file": "input.arrow", "source_row": 10, "id": 10, "prompt": "p10"}
     nothing = dict.fromkeys(set(good) - set(row) - {"error"})
@@ -441,7 +445,7 @@ def test_tools_read_the_folder(tmp_path: Path) -> None:
     (state / "segments").mkdir(parents=True)
     (state / "manifest.json").write_text("{}")
     (state / "segments" / "x.arrow").write_bytes(b"not data")
-    (out / ".tmp-1-a-part-00000-00002.parquet").write_bytes(b"half")
+    temp_path_for(out / "part-00000-00002.parquet").write_bytes(b"half")
     table = pa.table({**{k: v for k, v in PASSED.items() if k in ("id", "zeros", "messages", "date", "category")}})
     for i in range(2):
         make_part(tmp_path, table, 2 * i, 2 * i + 2, part=f"out/part-00000-0000{i}.parquet")
