@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from batchinfer_kernels import reference
 from batchinfer_kernels.probe import RowRule, product
 
 # A product whose output is wider than this (a language model's head) runs in tiles of this many columns: the rate
@@ -33,6 +35,32 @@ def make_linear(rule: RowRule) -> Callable[..., Tensor]:
         return y
 
     return linear
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`reference.add_rms_norm`; overwrites residual."""
+    residual.add_(x)
+    return reference.rms_norm(residual, weight, eps), residual
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.rope`; overwrites q and k."""
+    if q.dtype != torch.float32:
+        return reference.rope(q, k, cos, sin)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    half = cos.shape[-1]
+    for x in (q, k):
+        first, second = x[..., :half], x[..., half : 2 * half]
+        first_sin, second_sin = first * sin, second * sin
+        first.mul_(cos).sub_(second_sin)
+        second.mul_(cos).add_(first_sin)
+    return q, k
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """`reference.silu_and_mul`."""
+    half = gate_up.shape[-1] // 2
+    return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
 
 
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, fresh_blocks: Tensor) -> None:

@@ -39,7 +39,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     """Rotary embedding (Su et al. 2021) in the half-split order of the Hugging Face llama family.
 
     q [T, Hq, D], k [T, Hk, D]; cos, sin float32 [T, R / 2] are the rows for these tokens' positions (gathered once
-    per step by the model, not per layer); R <= D, what is beyond R passes unchanged. Returns new q and k.
+    per step by the model, not per layer); R <= D, what is beyond R passes unchanged. May overwrite q and k: use only
+    what is returned.
     """
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 

@@ -59,15 +59,26 @@ def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: 
     if backend not in BACKENDS:
         kind = torch.device(device).type
         raise ValueError(f"kernel backend {backend!r} does not exist for {kind}; there are: {', '.join(BACKENDS)}")
-    fast = backend == "cpu"
+    if backend == "reference":
+        return Ops(
+            backend=backend,
+            row_rule=rows,
+            linear=reference.linear,
+            embedding=reference.embedding,
+            rms_norm=reference.rms_norm,
+            add_rms_norm=reference.add_rms_norm,
+            rope=reference.rope,
+            silu_and_mul=reference.silu_and_mul,
+            kv_write=reference.kv_write,
+        )
     return Ops(
         backend=backend,
         row_rule=rows,
-        linear=cpu.make_linear(rows) if fast else reference.linear,
+        linear=cpu.make_linear(rows),
         embedding=reference.embedding,
         rms_norm=reference.rms_norm,
-        add_rms_norm=reference.add_rms_norm,
-        rope=reference.rope,
-        silu_and_mul=reference.silu_and_mul,
-        kv_write=cpu.kv_write if fast else reference.kv_write,
+        add_rms_norm=cpu.add_rms_norm,
+        rope=cpu.rope,
+        silu_and_mul=cpu.silu_and_mul,
+        kv_write=cpu.kv_write,
     )

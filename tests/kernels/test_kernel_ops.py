@@ -74,13 +74,13 @@ def test_row_wise_operations_are_batch_invariant(threads: int) -> None:
     ops = resolve()
     weight = normal(576, seed=1)
     assert_rows_stand_alone(lambda x: ops.rms_norm(x.clone(), weight, 1e-5), normal(80, 576))
-    assert_rows_stand_alone(lambda x: ops.add_rms_norm(x.clone(), x.flip(1), weight, 1e-5)[0], normal(80, 576))
+    assert_rows_stand_alone(lambda x: ops.add_rms_norm(x.clone(), x.flip(1).clone(), weight, 1e-5)[0], normal(80, 576))
     assert_rows_stand_alone(lambda x: ops.silu_and_mul(x.clone()), normal(80, 3072))
     cos, sin = torch.tensor([0.6, 0.28] * 16), torch.tensor([0.8, 0.96] * 16)
 
     def rotate(x: Tensor) -> Tensor:
-        heads = x.view(-1, 9, 64)
-        return ops.rope(heads, heads[:, :3], cos.expand(len(x), 32), sin.expand(len(x), 32))[0]
+        heads = x.clone().view(-1, 9, 64)
+        return ops.rope(heads, heads[:, :3].clone(), cos.expand(len(x), 32), sin.expand(len(x), 32))[0]
 
     assert_rows_stand_alone(rotate, normal(80, 576))
 
