@@ -132,8 +132,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "**":
             if isinstance(left, int) and isinstance(right, int):
                 self._need_bits(left.bit_length() * max(0, right))
-        elif isinstance(left, str) and _WIDE_PERCENT.search(left):
-            raise SecurityError("the template formats with a width that is computed or beyond 99,999")
+        elif isinstance(left, str):
+            self._check_format(left, "%", right if isinstance(right, tuple) else (right,))
         return self.binop_table[operator](left, right)
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,8 +143,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._check_method(owner, obj.__name__, args)
         elif getattr(obj, "__name__", None) in ("format", "format_map") and hasattr(obj, "__wrapped__"):
             owner = obj.__wrapped__.__self__
-            if isinstance(owner, str) and _WIDE_FORMAT.search(owner):
-                raise SecurityError("the template formats with a width that is computed or beyond 99,999")
+            if isinstance(owner, str):
+                self._check_format(owner, "{", (*args, *kwargs.values()))
         return super().call(context, obj, *args, **kwargs)
 
     def _check_method(self, owner: str, method: str, args: tuple[Any, ...]) -> None:
@@ -155,6 +155,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._budget.need(sum(len(item) for item in args[0] if isinstance(item, str)) + len(owner) * len(args[0]))
         elif method in ("ljust", "rjust", "center", "zfill", "expandtabs"):
             _refuse_wide(args)
+
+    def _check_format(self, text: str, sign: str, values: Iterable[Any]) -> None:
+        """Before a format is filled in: each of its fields may show every value."""
+        if (_WIDE_PERCENT if sign == "%" else _WIDE_FORMAT).search(text):
+            raise SecurityError("the template formats with a width that is computed or beyond 99,999")
+        values = list(values)
+        size = len(values[0]) if len(values) == 1 and isinstance(values[0], str) else None
+        if size is None:
+            size = _written_size(values, self._budget.max_chars)
+        self._budget.need(len(text) + size * text.count(sign))
 
     def _need_bits(self, bits: int) -> None:
         if bits > _MAX_INT_BITS:
@@ -195,19 +205,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _bounded_filter(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+
         @functools.wraps(function)  # keeps Jinja's marks (pass_environment and the like)
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, (list, tuple, dict)):
-                    self.bounded_size(value)
-                elif isinstance(value, str) and function.__name__ == "do_format" and _WIDE_PERCENT.search(value):
-                    raise SecurityError("the template formats with a width that is computed or beyond 99,999")
-            _refuse_wide(args)
-            _refuse_wide(kwargs.values())
-            texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-            if function.__name__ in ("do_replace", "do_indent", "do_wordwrap") and len(texts) >= 2:
+            values = [*args, *kwargs.values()]
+            _refuse_wide(values)
+            for value in values:
+                self.bounded_size(value)
+            texts = [value for value in values if isinstance(value, str)]
+            if name == "do_format" and texts:
+                self._check_format(texts[0], "%", values)
+            elif name in ("do_replace", "do_indent", "do_wordwrap") and len(texts) >= 2:
                 self._budget.need(len(texts[0]) + (texts[0].count(texts[1]) + 1) * len(texts[-1]))
-            return function(*args, **kwargs)
+            elif name in ("do_join", "sync_do_join") and len(texts) == 1:
+                items = next((value for value in values if isinstance(value, (list, tuple))), ())
+                self._budget.need(len(texts[0]) * len(items))
+            result = function(*args, **kwargs)
+            if isinstance(result, str):
+                self._budget.need(len(result))
+            return result
 
         return bounded
 
