@@ -142,7 +142,8 @@ class DriverLock:
             claim = json.dumps({"process": asdict(process)}).encode()
             if store.put_if_absent(_key(epoch, "json"), claim):
                 return cls(store, epoch)
-            # Another driver was faster: look at that one now.
+            # Another driver was faster. Shared file systems may take a while to show its claim.
+            clock.sleep(POLL_EVERY_S)
 
     def bump(self) -> None:
         """Shows life; call every BUMP_EVERY_S. Raises ResumeRefused if another driver has taken over."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchinfer.data.fs import LocalStore
@@ -78,7 +78,6 @@ class WindowPlan:
     prompt_tokens: int
     shared_tokens: int
     duplicate_rows: int = 0
-    notes: Mapping[str, Any] = field(default_factory=dict)
 
     def summary_of(self, chunk: int) -> ChunkSummary:
         for summary in self.chunks:

@@ -179,6 +179,7 @@ def freeze_job(job: ResolvedJob) -> ResolvedJob:
     frozen = load_manifest(layout)
     if frozen is None:
         raise ResumeRefused(f"{layout.manifest} exists and can't be read; move the output aside with --fresh")
+    job = with_drawn(frozen, job)
     found = differences(frozen, job, extend=True)
     if found:
         raise refusal(layout, found)
@@ -212,6 +213,17 @@ def load_manifest(layout: JobLayout) -> ResolvedJob | None:
             f"{layout.manifest} can't be read ({error}); it was written by another version of batchinfer or is "
             "damaged. Use that version, or move the output aside with --fresh"
         ) from error
+
+
+def with_drawn(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:
+    """What was drawn for the job (its seed, its moment) gives way to what was drawn at the first submit."""
+    drawn = {key for key, source in job.sources.items() if source == "drawn"}
+    # A seed that the user had given and no longer gives stays, too.
+    return replace(
+        job,
+        semantic={**job.semantic, **{key: frozen.semantic[key] for key in drawn}},
+        sources={**job.sources, **{key: frozen.sources[key] for key in drawn}},
+    )
 
 
 def differences(frozen: ResolvedJob, job: ResolvedJob, *, extend: bool) -> list[str]:

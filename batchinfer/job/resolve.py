@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from dataclasses import fields, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import batchinfer
@@ -24,7 +25,7 @@ from batchinfer.data.fs import check_output_path, is_foreign
 from batchinfer.errors import ConfigError, InputError, ResumeRefused
 from batchinfer.job.context import JobContext, make_context
 from batchinfer.job.layout import JobLayout
-from batchinfer.job.manifest import ResolvedJob, differences, in_frozen_order, load_manifest, refusal
+from batchinfer.job.manifest import ResolvedJob, differences, in_frozen_order, load_manifest, refusal, with_drawn
 from batchinfer.job.spec import JobSpec
 from batchinfer.modelfiles import ModelFiles, open_model
 from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
@@ -63,6 +64,7 @@ def resolve_job(
     frozen = None if ignore_existing else load_manifest(layout)
     if extend and frozen is None:
         raise ConfigError(f"--extend: {layout.output} holds no job to extend; submit without it")
+    _refuse_output_in_input(spec.input.path, layout)
     files = open_model(spec.model.path, revision=spec.model.revision, tokenizer=spec.model.tokenizer)
     dataset = open_dataset(
         spec.input.path,
@@ -72,10 +74,6 @@ def resolve_job(
         cache_dir=cache_dir or (str(layout.input_cache) if frozen is not None else _temporary_cache()),
     )
     semantic, sources = _resolve_values(spec, files, instruction_level)
-    if frozen is not None and (spec.sampling.seed is None or spec.sampling.seed == frozen.seed):
-        semantic["seed"], sources["seed"] = frozen.semantic["seed"], frozen.sources["seed"]
-    if frozen is not None:
-        semantic["input.now"] = frozen.semantic["input.now"]
     job = ResolvedJob(
         spec=spec,
         semantic=json.loads(json.dumps(semantic)),
@@ -100,12 +98,28 @@ def resolve_job(
         if not ignore_existing:
             _refuse_foreign_parts(layout)
         return job
+    job = with_drawn(frozen, job)
     if retry:
         job = _with_overrides(frozen, job)
     found = differences(frozen, job, extend=extend)
     if found:
         raise refusal(layout, found)
     return in_frozen_order(frozen, job)
+
+
+def _refuse_output_in_input(path: str, layout: JobLayout) -> None:
+    """Parts must not turn up as new input files when the job goes on."""
+    if "://" in path:
+        return
+    fixed = Path(path.partition("::")[0])
+    while any(char in fixed.name for char in "*?["):
+        fixed = fixed.parent
+    inside = layout.output == fixed or (fixed in layout.output.parents and (path == str(fixed) or "**" in path))
+    if inside and not fixed.is_file():
+        raise ConfigError(
+            f"output.path {layout.output} lies where input.path {path} looks for files: the output would be taken for "
+            "input when the job goes on. Give a folder outside of it"
+        )
 
 
 def _temporary_cache() -> str:
@@ -157,9 +171,9 @@ def _resolve_values(
         value = getattr(spec.model, key)
         put(f"model.{key}", value, "default" if value == "auto" else "user")
     for name in ("prompt", "prompt_column", "messages_column", "messages", "tools_column", "chat_template_kwargs"):
-        put(f"input.{name}", getattr(spec.input, name), "user")
+        put(f"input.{name}", getattr(spec.input, name), _written(spec.input, name))
     put("input.control_tokens", spec.input.control_tokens, _written(spec.input, "control_tokens"))
-    put("input.sampling_columns", dict(spec.input.sampling_columns), "user")
+    put("input.sampling_columns", dict(spec.input.sampling_columns), _written(spec.input, "sampling_columns"))
     put("input.chat_template", spec.input.chat_template, "user" if spec.input.chat_template else "model")
     put("input.now", datetime.now().astimezone().isoformat(timespec="seconds"), "drawn")
     sampling = resolve_sampling(spec, files)

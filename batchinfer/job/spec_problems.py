@@ -76,6 +76,12 @@ def meaning_problems(data: Mapping[str, Any], source: JobSource) -> list[str]:
         problems.append(
             f"{at}: engine.tensor_parallel_size: {parallel} is planned and not there yet; use 1 and cluster.workers"
         )
+    if section("sampling").get("prompt_logprobs") is not None:
+        at = source.place(("sampling", "prompt_logprobs"))
+        problems.append(
+            f"{at}: sampling.prompt_logprobs: a column for them is planned and not there yet; remove the key "
+            "(batchinfer.LLM has them)"
+        )
     if isinstance(data.get("input"), Mapping):
         problems += _input_problems(section("input"), source)
     return problems + _sampling_problems(section("sampling"), source)

@@ -43,9 +43,12 @@ def sort_rows(rows: RaggedTokens) -> Ints:
 
     Big-endian bytes compare as the unsigned ids do, so that the comparison is one memcmp.
     """
-    data = rows.values.astype(">u4").tobytes()
+    if len(rows) == 0:
+        return np.zeros(0, dtype=np.int64)
+    data = memoryview(rows.values.astype(">u4").view(np.uint8).data)
     bounds = (rows.offsets * 4).tolist()
-    keys = [data[bounds[i] : bounds[i + 1]] for i in range(len(rows))]
+    keys = [data[bounds[i] : bounds[i + 1]].tobytes() for i in range(len(rows))]
+    del data
     return np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from batchinfer.data.fs import LocalStore
 from batchinfer.errors import ResumeRefused
 from batchinfer.job.driver_lock import DriverLock, DriverProcess, last_driver
+from batchinfer.testing.stores import FaultyStore, MemoryStore
 
 ELSEWHERE = DriverProcess("node7", 4711, "node7/boot/pid:[1]", "123")
 
@@ -143,3 +145,21 @@ def test_foreign_files_beside_the_lock_do_not_disturb(tmp_path):
     for name in (".nfs000123", "_SUCCESS", "000009.json.bak", "notes.txt"):
         (folder / name).write_text("x")
     assert DriverLock.claim(store).epoch == 1
+
+
+def test_file_system_that_shows_new_files_late_and_loses_replies(tmp_path):
+    """Two contenders; what either writes is invisible for a while, and a beat's reply may be lost."""
+    disk = MemoryStore()
+    first = DriverLock.claim(disk, process=ELSEWHERE)
+    slow = FaultyStore(disk, hidden_s=0.2)
+    slow._born = {key: time.monotonic() for key in disk.blobs}
+    clock = FakeClock(during=lambda now: (time.sleep(0.02), first.bump()))
+    with pytest.raises(ResumeRefused, match="one driver at a time"):
+        DriverLock.claim(slow, clock=clock)
+    lossy = DriverLock.claim(MemoryStore())
+    lossy._store = FaultyStore(lossy._store, lost_reply_rate=1.0)
+    with pytest.raises(OSError, match="injected"):
+        lossy.bump()
+    lossy._store = lossy._store.store
+    lossy.bump()
+    assert last_driver(lossy._store).counter == 2

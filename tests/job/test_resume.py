@@ -170,6 +170,8 @@ def test_freezing_twice_compares(shop):
     one = resolve_job(shop.spec(sampling={"seed": 1}))
     two = resolve_job(shop.spec(sampling={"seed": 2}))
     freeze_job(one)
+    late = resolve_job(shop.spec(), ignore_existing=True)  # looked before the first one wrote, say
+    assert late.seed != 1 and freeze_job(late).seed == 1
     assert freeze_job(one).seed == 1
     with pytest.raises(ResumeRefused, match="seed: 1 -> 2"):
         freeze_job(two)
@@ -196,6 +198,14 @@ def test_unreadable_manifest_is_said_so(half_done):
         ({"prompt": ["a"]}, {"sampling": {"stop_token_ids": [99999]}}, ConfigError, "not in the model's vocabulary"),
         ({"prompt": ["a"]}, {"input": {"path": "nothing"}}, InputError, "nothing"),
         ({"prompt": ["a"]}, {"output": {"path": "s3://b/o"}}, ConfigError, "s3://"),
+        ({"prompt": ["a"]}, {"output": {"path": "in"}}, ConfigError, "would be taken for input"),
+        ({"prompt": ["a"]}, {"output": {"path": "in/deeper/out"}}, ConfigError, "would be taken for input"),
+        (
+            {"prompt": ["a"]},
+            {"input": {"path": "in/*.parquet"}, "output": {"path": "in"}},
+            ConfigError,
+            "taken for input",
+        ),
     ],
 )
 def test_what_can_not_run_is_refused_before_anything_is_written(shop, columns, sections, error, named):
@@ -205,6 +215,7 @@ def test_what_can_not_run_is_refused_before_anything_is_written(shop, columns, s
     assert named in str(caught.value)
     assert caught.value.exit_code == 2
     assert not shop.output.exists()
+    assert [path.name for path in shop.input.iterdir()] == ["a.parquet"]
 
 
 def test_incompatible_schemas_are_refused_up_front(shop):

@@ -162,6 +162,7 @@ def test_one_problem_one_line(tmp_path, find, replace, expected):
         ("model.kv_cache_dtype=int8", "int8 is planned"),
         ("engine.tensor_parallel_size=2", "2 is planned and not there yet"),
         ("engine.device=cuda", "cuda is planned"),
+        ("sampling.prompt_logprobs=1", "prompt_logprobs"),
         ("failure.on_too_long=truncate", "truncate is planned"),
     ],
 )
