@@ -11,8 +11,9 @@ from batchinfer_kernels.cpu import attend_tiles, merge_tiles
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
-from batchinfer.attention.plan import AttentionPlan, AttentionShape, StepBatch, plan_attention
+from batchinfer.attention.plan import AttentionPlan, plan_attention
 from batchinfer.attention.spec import AttentionSpec
+from batchinfer.attention.tiles import AttentionShape, StepBatch
 
 
 class TiledAttention:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchinfer.attention.plan import StepBatch
+from batchinfer.attention.tiles import StepBatch
 from batchinfer.runner.sequence_state import Ints, SequenceState
 from batchinfer.types.step import Chunk
 

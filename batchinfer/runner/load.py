@@ -16,7 +16,7 @@ from batchinfer_kernels.probe import RowFacts, find_row_rule
 from batchinfer_kernels.table import resolve
 
 from batchinfer.attention.backend import TiledAttention
-from batchinfer.attention.plan import product_tiles
+from batchinfer.attention.tiles import product_tiles
 from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from batchinfer.attention.backend import TiledAttention
 from batchinfer.attention.context import DenseContext
-from batchinfer.attention.plan import StepBatch
 from batchinfer.attention.spec import AttentionSpec
+from batchinfer.attention.tiles import StepBatch
 
 NUM_BLOCKS, BLOCK, SPLIT = 220, 16, 256
 
@@ -146,6 +146,44 @@ def test_many_decode_rows_run_in_slabs_with_the_same_bytes() -> None:
         spec, lengths, [{i: n} for i, n in prefill.items()] + [{i: 1} for i in (*range(40), *range(40))], seed=1
     )
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
+
+
+def test_a_shared_prefix_is_read_once_and_changes_no_bytes() -> None:
+    """Sequences whose first two splits lie in the same blocks, beside one that has them in blocks of its own."""
+    spec, shared, tail = SPECS["gqa"], 2 * SPLIT, 3
+    prefix = Sequence(spec, shared + 40, [], seed=1)
+    results = []
+    for num_shared in (0, 2, 11, 40):
+        shape = (NUM_BLOCKS * 6, 3, BLOCK, 64)
+        k_cache, v_cache = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        backend = TiledAttention(spec, resolve(), block_size=BLOCK, split_size=SPLIT, device=torch.device("cpu"))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, starts: list[int], lengths: list[int], tables: list[list[int]]):  # type: ignore[no-untyped-def]
+            batch = StepBatch(
+                starts=np.array(starts), lengths=np.array(lengths), block_tables=np.array(tables, dtype=np.int64)
+            )
+            plan = backend.plan(batch)  # noqa: B023
+            return plan, backend.run(q, k, v, k_cache, v_cache, plan, spec=spec)  # noqa: B023
+
+        blocks = shared // BLOCK
+        owners = max(num_shared, 1)
+        tables = [[*range(blocks), blocks + 2 * i, blocks + 2 * i + 1] for i in range(owners)]
+        tables.append([1000 + i for i in range(blocks + 2)])
+        for table in (tables[0], tables[-1]):
+            at = slice(0, shared)
+            attend(prefix.q[at], prefix.k[at], prefix.v[at], [0], [shared], [table])
+        outputs = []
+        for step in range(tail):
+            at = slice(shared + step, shared + step + 1)
+            q, k, v = (x[at].repeat(len(tables), 1, 1) for x in (prefix.q, prefix.k, prefix.v))
+            plan, out = attend(q, k, v, [shared + step] * len(tables), [1] * len(tables), tables)
+            assert all(torch.equal(row, out[0]) for row in out)
+            outputs.append(out[0])
+            wide = sum(slab.num_tiles for slab in plan.slabs if slab.hidden.shape[4] == SPLIT)
+            # Two shared splits, in tiles of up to 32 queries, and two of the sequence on its own.
+            assert wide == 2 * (1 if owners <= 32 else 2) + 2
+        results.append(torch.stack(outputs))
+    assert all(torch.equal(r, results[0]) for r in results)
 
 
 def test_bfloat16_cache_is_near_float32() -> None:
