@@ -1,0 +1,138 @@
+"""`batchinfer plan` and `submit --dry-run`: what a run would meet and cost. Writes nothing, loads no model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from batchinfer.cli.texts import duration, failed_text, num_bytes, number, table
+from batchinfer.job.manifest import ResolvedJob
+from batchinfer.job.plan_report import PlanReport, Survey
+from batchinfer.job.spec import JobSpec
+
+MAX_PROMPT_CHARACTERS = 2_000
+_HIDDEN = ("input.now", "model.hash", "model.tokenizer_hash", "model.chat_template_hash")
+BAR_WIDTH = 40
+
+
+def show_plan(
+    spec: JobSpec, *, read_rows: bool, extend: bool = False, ignore_existing: bool = False, as_text: Any = click.echo
+) -> int:
+    from batchinfer_kernels import determinism
+
+    from batchinfer.job.resolve import resolve_job
+
+    job = resolve_job(
+        spec, extend=extend, ignore_existing=ignore_existing, instruction_level=determinism.instruction_level()
+    )
+    as_text(settings_text(job))
+    as_text(work_text(job, ignore_existing))
+    if not read_rows:
+        return 0
+    from batchinfer.job.plan_report import plan_report
+
+    report = plan_report(job, on_window=_progress(job) if sys.stderr.isatty() else None)
+    as_text(report_text(report))
+    return 0
+
+
+def settings_text(job: ResolvedJob) -> str:
+    rows = [
+        (key, f"{_value(job.semantic[key])}  ({job.sources.get(key, '')})")
+        for key in sorted(job.semantic)
+        if key not in _HIDDEN and job.semantic[key] not in (None, [], {})
+    ]
+    return f"Settings that decide the output (value, and where it came from)\n{table(rows)}"
+
+
+def work_text(job: ResolvedJob, ignore_existing: bool) -> str:
+    from batchinfer.job.report import summarize
+
+    windows = job.windows()
+    rows: list[tuple[str, object]] = [
+        ("input", f"{number(job.num_rows)} rows in {number(len(job.input['files']))} files"),
+        ("output", f"{job.layout.output}: {number(sum(len(w.chunks) for w in windows))} files"),
+        ("windows", number(len(windows))),
+        ("workers", f"{job.spec.cluster.workers} on this machine"),
+    ]
+    if job.layout.manifest.exists() and not ignore_existing:
+        report = summarize(job)
+        rows.append(("done already", f"{number(report.rows_done)} rows in {number(report.parts_done)} files"))
+    return f"\nWork\n{table(rows)}"
+
+
+def report_text(report: PlanReport) -> str:
+    survey = report.survey
+    good = survey.rows - survey.rows_failed
+    rows: list[tuple[str, object]] = [("rows", number(survey.rows))]
+    if survey.rows_failed:
+        rows.append(("bad rows", f"{number(survey.rows_failed)} ({failed_text(survey.failed)})"))
+    if good:
+        shared = 100 * survey.shared_tokens / max(survey.prompt_tokens, 1)
+        rows += [
+            (
+                "prompt tokens",
+                f"{number(survey.prompt_tokens)}, {number(survey.prompt_tokens / good)} a row, longest "
+                f"{number(survey.max_prompt_tokens)}",
+            ),
+            (
+                "shared prefixes",
+                f"{number(survey.shared_tokens)} tokens ({shared:.0f} %) are computed once for several rows",
+            ),
+            ("equal prompts", f"{number(survey.duplicate_rows)} rows repeat another row's prompt"),
+            ("output tokens", f"at most {number(survey.output_tokens)} (each row's max_tokens, 256 at most)"),
+        ]
+        if report.kv_bytes_per_token is not None:
+            longest = num_bytes(report.kv_bytes_longest or 0)
+            rows.append(("KV memory", f"{num_bytes(report.kv_bytes_per_token)} a token, {longest} the longest row"))
+        if report.predicted_s is not None:
+            rows.append(("time", f"about {duration(report.predicted_s)} on one worker"))
+    text = f"\nRows\n{table(rows)}"
+    if good:
+        text += f"\n  ({report.prediction})"
+        text += f"\n\nPrompt lengths\n{histogram_text(survey.histogram)}"
+    text += _examples(survey)
+    if report.first_prompt is not None and report.first_row is not None:
+        shown = report.first_prompt[:MAX_PROMPT_CHARACTERS]
+        cut = "" if shown == report.first_prompt else "\n..."
+        file, row = report.first_row
+        text += f"\n\nFirst prompt (row {row} of {file}, {number(report.first_prompt_tokens)} tokens)\n{shown}{cut}"
+    return text
+
+
+def histogram_text(histogram: Mapping[int, int]) -> str:
+    most = max(histogram.values(), default=1)
+    rows = []
+    for bucket in range(min(histogram, default=0), max(histogram, default=-1) + 1):
+        count = histogram.get(bucket, 0)
+        low = 2 ** (bucket - 1) + 1 if bucket else 0
+        bar = "#" * max(round(BAR_WIDTH * count / most), 1 if count else 0)
+        rows.append((f"{number(low)} to {number(2**bucket)}", f"{number(count):>12}  {bar}"))
+    return table(rows)
+
+
+def _examples(survey: Survey) -> str:
+    lines = [
+        f"  {name}: row {bad.row} of {bad.file}: {bad.message}"
+        for name, examples in survey.examples.items()
+        for bad in examples
+    ]
+    return "\n\nBad rows, for example\n" + "\n".join(lines) if lines else ""
+
+
+def _value(value: object) -> str:
+    text = repr(value) if isinstance(value, (str, list, dict)) else str(value)
+    text = text.strip("'\"") if isinstance(value, str) and "\\" not in text else text
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _progress(job: ResolvedJob) -> Any:
+    def tell(survey: Survey) -> None:
+        click.echo(f"\r{number(survey.rows)} of {number(job.num_rows)} rows read", nl=False, err=True)
+        if survey.rows >= job.num_rows:
+            click.echo("\r" + " " * 60 + "\r", nl=False, err=True)
+
+    return tell
