@@ -119,7 +119,12 @@ class Engine:
         if request.request_id in self._rows:
             raise ConfigError(f"request {request.request_id} is in the engine already")
         self._num_requests += 1
-        error = refuse(request, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        error = refuse(
+            request,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            has_tokenizer=self.tokenizer is not None,
+        )
         if error is not None:
             self._num_errors += 1
             self._refused.append(_failed(request, error))
@@ -152,7 +157,8 @@ class Engine:
                 row.first = seq
                 if sampling.prompt_logprobs is not None and sampling.n > 1:
                     sampling = replace(sampling, prompt_logprobs=None)  # once per prompt is enough
-            if sampling.stop and self.tokenizer is not None:
+            if sampling.stop:
+                assert self.tokenizer is not None
                 decoder = SequenceDecoder(
                     self.tokenizer,
                     stop=tuple(sampling.stop),
@@ -338,14 +344,16 @@ def _failed(request: Request, error: RowError) -> RequestOutput:
 
 
 def _completed(row: _Row) -> RequestOutput:
-    if len(row.ended) > 1:
-        row.ended.sort(key=lambda pair: pair[0].sample_index)
-    first = row.first
+    # A row and its sequences hold each other: unless that ends here, only the garbage collector frees them.
+    first, row.first = row.first, None
+    ended, row.ended = row.ended, []
     assert first is not None
+    if len(ended) > 1:
+        ended.sort(key=lambda pair: pair[0].sample_index)
     return RequestOutput(
         request_id=row.request.request_id,
         prompt_token_ids=row.request.prompt_token_ids,
-        outputs=tuple(_sample(seq, text) for seq, text in row.ended),
+        outputs=tuple(_sample(seq, text) for seq, text in ended),
         prompt_logprobs=None if first.prompt_logprobs is None else tuple(first.prompt_logprobs),
         num_cached_tokens=max(first.num_cached_tokens, 0),
     )

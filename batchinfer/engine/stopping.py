@@ -27,7 +27,7 @@ class TextDecoder(Protocol):
     def finish(self) -> str: ...
 
 
-def refuse(request: Request, *, max_model_len: int, vocab_size: int) -> RowError | None:
+def refuse(request: Request, *, max_model_len: int, vocab_size: int, has_tokenizer: bool = True) -> RowError | None:
     """Why a request can't run at all; None if it can."""
     prompt = request.prompt_token_ids
     if not prompt:
@@ -44,6 +44,8 @@ def refuse(request: Request, *, max_model_len: int, vocab_size: int) -> RowError
             ErrorClass.INVALID_PROMPT, f"token id {bad} in the prompt; the model's ids are 0 to {vocab_size - 1}"
         )
     sampling = request.sampling
+    if sampling.stop and not has_tokenizer:
+        return RowError(ErrorClass.INVALID_SAMPLING, "stop strings need a tokenizer, and this engine has none")
     if sampling.logit_bias and max(sampling.logit_bias) >= vocab_size:
         return RowError(
             ErrorClass.INVALID_SAMPLING,

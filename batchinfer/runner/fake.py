@@ -30,7 +30,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from batchinfer.errors import ConfigError, OutOfMemory
+from batchinfer.errors import ConfigError, EngineError, OutOfMemory
 from batchinfer.types.request import SamplingParams, TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
 from batchinfer.types.step import Chunk, KVGroup, SequenceSpec, StepPlan, StepResult
@@ -62,7 +62,10 @@ _MODEL_KEYS = frozenset(
 
 
 class FakeRunner:
-    """A ModelRunner. One KV group, unless `kv_groups` says otherwise; every group is written and read."""
+    """A ModelRunner. One KV group, unless `kv_groups` says otherwise; every group is written and read.
+
+    `num_steps` and `num_tokens` count what was executed. Steps must come without a gap, as in any runner.
+    """
 
     def __init__(
         self,
@@ -114,6 +117,8 @@ class FakeRunner:
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if plan.step != self.num_steps:
+            raise EngineError(f"step {plan.step} was planned, but this runner is at step {self.num_steps}")
         specs = self._specs
         for spec in plan.added:
             specs[spec.seq_id] = spec
@@ -134,6 +139,7 @@ class FakeRunner:
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         kv, size = self._kv[0], self.kv_groups[0].block_size
         one_group = len(self._kv) == 1
+        num_tokens = 0
         for chunk in plan.chunks:
             seq_id = chunk.seq_id
             if seq_id in errors:
@@ -144,7 +150,7 @@ class FakeRunner:
                 state = kv[table[before // size] * size + before % size]
             else:
                 state = _START
-            self.num_tokens += len(ids)
+            num_tokens += len(ids)
             if len(ids) == 1:
                 state = (state * _FACTOR + ids[0]) & _MASK
                 kv[table[start // size] * size + start % size] = state
@@ -174,6 +180,7 @@ class FakeRunner:
                 if sampling.logprobs is not None:
                     logprobs[seq_id] = [_logprob(token, mixed, sampling.logprobs)]
         self.num_steps += 1
+        self.num_tokens += num_tokens
         return StepResult(token_ids, logprobs, prompt_logprobs, errors)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from batchinfer.scheduling.prefix_index import BlockKey, PrefixChain, PrefixIndex
+from batchinfer.scheduling.prefix_index import PrefixChain, PrefixIndex
 from batchinfer.types.step import KVGroup
 
 
@@ -73,10 +73,11 @@ class BlockManager:
             num_refs[block] = 1
             table.append(block)
 
-    def publish(self, block: int, value: int, key: BlockKey) -> None:
-        """Makes a full block, all of whose tokens have been computed, available to other sequences."""
-        assert self._num_refs[block] > 0, f"block {block} is published without a reference"
-        self._index.publish(block, value, key)
+    def publish(self, table: list[int], chain: PrefixChain, start: int, stop: int) -> None:
+        """Makes blocks `start .. stop` of a sequence, all of whose tokens have been computed, available to others."""
+        hashes, keys, publish = chain.hashes, chain.keys, self._index.publish
+        for i in range(start, stop):
+            publish(table[i], hashes[i], keys[i])
 
     def release(self, table: list[int]) -> None:
         """Gives a sequence's references back and empties its table. Later blocks are evicted before earlier

@@ -65,8 +65,9 @@ class Scheduler:
         self.enable_prefix_caching = enable_prefix_caching
         self.enable_chunked_prefill = enable_chunked_prefill
         self.managers = tuple(BlockManager(g, enable_prefix_caching=enable_prefix_caching) for g in kv_groups)
+        self._sizes = tuple(m.block_size for m in self.managers)
         # A matched prefix ends at a block's edge in every group.
-        self._match_unit = lcm(*(m.block_size for m in self.managers)) if self.managers else 1
+        self._match_unit = lcm(*self._sizes)
         # Admission leaves some blocks to those who are decoding, lest the newcomer is thrown out at once.
         self._watermarks = tuple(m.num_blocks // 100 for m in self.managers)
 
@@ -100,11 +101,16 @@ class Scheduler:
         assert seq.seq_id not in self._seqs, seq
         seq.arrival = self._arrivals
         self._arrivals += 1
-        num_groups = len(self.managers)
-        seq.block_tables = ([],) if num_groups == 1 else tuple([] for _ in range(num_groups))
-        if self.enable_prefix_caching:
-            chains = {m.block_size: PrefixChain(m.block_size) for m in self.managers}
-            seq.chains = tuple(chains[m.block_size] for m in self.managers)
+        sizes = self._sizes
+        if len(sizes) == 1:
+            seq.block_tables = ([],)
+            if self.enable_prefix_caching:
+                seq.chains = (PrefixChain(sizes[0]),)
+        else:
+            seq.block_tables = tuple([] for _ in sizes)
+            if self.enable_prefix_caching:
+                chains = {size: PrefixChain(size) for size in sizes}
+                seq.chains = tuple(chains[size] for size in sizes)
         self._seqs[seq.seq_id] = seq
         self._waiting.append(seq)
 
@@ -451,20 +457,31 @@ class Scheduler:
             chain, table = seq.chains[group], seq.block_tables[group]
             full = computed // manager.block_size
             chain.extend(tokens, full)
-            for i in range(seq.num_published[group], full):
-                manager.publish(table[i], chain.hashes[i], chain.keys[i])
-            if group == 0:
+            manager.publish(table, chain, seq.num_published[group], full)
+            if group == 0 and self._computing:
                 self._drop_computing(seq, seq.num_published[0], full)
             seq.num_published[group] = full
         self._set_publish_at(seq)
 
     # ---------------------------------------------------------------- small parts
 
+    # Written out, since both run once or more for every row.
+
     def _set_publish_at(self, seq: Sequence) -> None:
-        seq.publish_at = min((n + 1) * m.block_size for n, m in zip(seq.num_published, self.managers, strict=True))
+        nearest = NEVER
+        for published, size in zip(seq.num_published, self._sizes, strict=True):
+            end = (published + 1) * size
+            if end < nearest:
+                nearest = end
+        seq.publish_at = nearest
 
     def _update_slots(self, seq: Sequence) -> None:
-        seq.num_slots = min(len(t) * m.block_size for t, m in zip(seq.block_tables, self.managers, strict=True))
+        fewest = NEVER
+        for table, size in zip(seq.block_tables, self._sizes, strict=True):
+            slots = len(table) * size
+            if slots < fewest:
+                fewest = slots
+        seq.num_slots = fewest
 
     def _drop_computing(self, seq: Sequence, start: int, stop: int) -> None:
         """These blocks are published or given up: whoever waits for one of them is looked at again."""

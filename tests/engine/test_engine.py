@@ -142,6 +142,15 @@ def test_what_can_not_run_is_an_error_of_its_own(
     assert outputs[1].error is None
 
 
+def test_without_a_tokenizer_there_are_ids_but_no_stop_strings() -> None:
+    engine = Engine(FakeRunner(), None, max_model_len=64, vocab_size=512)
+    outputs = run(engine, request(0, "abc"), request(1, "abc", stop=["x"]))
+    assert len(outputs[0].outputs[0].token_ids) == 8
+    assert outputs[0].outputs[0].text == ""
+    assert outputs[1].error is not None
+    assert outputs[1].error.error_class is ErrorClass.INVALID_SAMPLING
+
+
 # -------------------------------------------------------------------- ends
 
 
@@ -480,6 +489,14 @@ def test_a_fake_engine_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "hi", done.stderr
+
+
+def test_steps_have_no_gap() -> None:
+    runner = FakeRunner()
+    runner.execute(StepPlan(0, ()))
+    for step in (0, 2):
+        with pytest.raises(EngineError, match=f"step {step} was planned"):
+            runner.execute(StepPlan(step, ()))
 
 
 def test_the_pool_follows_the_block_size() -> None:

@@ -30,8 +30,7 @@ def fill(manager: BlockManager, tokens: list[int]) -> list[int]:
     table: list[int] = []
     manager.allocate(-(-len(tokens) // SIZE), table)
     chain = chain_of(tokens)
-    for block, value, key in zip(table, chain.hashes, chain.keys, strict=False):
-        manager.publish(block, value, key)
+    manager.publish(table, chain, 0, len(chain.keys))
     return table
 
 
@@ -57,7 +56,7 @@ def test_a_hit_compares_tokens_and_not_the_hash_alone() -> None:
     table: list[int] = []
     manager.allocate(1, table)
     ours, other = chain_of([1, 2, 3, 4]), chain_of([5, 6, 7, 8])
-    manager.publish(table[0], ours.hashes[0], ours.keys[0])
+    manager.publish(table, ours, 0, 1)
     other.hashes[0] = ours.hashes[0]  # two prefixes that collide
     assert manager.match(other, 1) == []
     assert manager.match(ours, 1) == table
@@ -152,7 +151,7 @@ class Blocks(RuleBasedStateMachine):
         for i in range(min(upto, len(chain.keys))):
             if self.manager.match(chain, i + 1)[i:] or self.manager._index.holds(table[i]):
                 continue
-            self.manager.publish(table[i], chain.hashes[i], chain.keys[i])
+            self.manager.publish(table, chain, i, i + 1)
             if self.manager._index.holds(table[i]):
                 self.content[table[i]] = tokens[: (i + 1) * SIZE]
 

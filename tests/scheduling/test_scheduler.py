@@ -200,6 +200,7 @@ def test_a_prefix_that_is_given_up_is_computed_by_the_next(fault: str) -> None:
         bench.scheduler.abort(seqs[0].seq_id)
     elif fault == "error":
         error = RowError(ErrorClass.NON_FINITE_LOGITS, "not a number")
+        bench.runner.execute(plan)
         bench.scheduler.commit(plan, StepResult({}, errors={0: error}))
     else:
         bench.scheduler._preempt(seqs[0])
@@ -255,9 +256,14 @@ def test_prompt_logprobs_run_every_position_and_leave_the_cache_to_others() -> N
     assert [entry.token_id for entry in asked.logprobs] == asked.output_token_ids
 
 
-@pytest.mark.parametrize("num_blocks", [(200, 100), (20, 10)])
-def test_groups_of_layers_with_other_block_sizes(num_blocks: tuple[int, int]) -> None:
-    groups = tuple(KVGroup(num_blocks=n, block_size=b) for n, b in zip(num_blocks, (8, 12), strict=True))
+@pytest.mark.parametrize("sizes", [(8, 12), (12, 8), (16, 16)])
+@pytest.mark.parametrize("num_tokens", [1600, 160])
+def test_groups_of_layers_with_tables_of_their_own(num_tokens: int, sizes: tuple[int, int]) -> None:
+    """Groups match together, also where blocks differ in size or one group has a window (whose blocks are kept)."""
+    groups = tuple(
+        KVGroup(num_blocks=num_tokens // size, block_size=size, window=window)
+        for size, window in zip(sizes, (None, 8), strict=True)
+    )
     bench = Bench(groups=groups, budget=20, max_num_seqs=6)
     head = numbers(50, seed=0)
     for i in range(30):
@@ -483,6 +489,7 @@ def test_an_error_of_the_runner_ends_its_sequence_alone() -> None:
     plan = bench.scheduler.schedule()
     assert plan is not None
     error = RowError(ErrorClass.NON_FINITE_LOGITS, "not a number")
+    bench.runner.execute(plan)
     ended = bench.scheduler.commit(plan, StepResult({}, errors={seqs[0].seq_id: error}))
     assert ended == [seqs[0]]
     assert seqs[0].error == error
