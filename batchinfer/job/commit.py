@@ -125,12 +125,13 @@ def part_footer(job: ResolvedJob, chunk: Chunk, *, epoch: int) -> dict[str, Any]
             for name in ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "block_size")
         },
         "batchinfer": batchinfer.__version__,
-        "facts": {key: value for key, value in job.facts.items() if key != "chat_template"},
+        "facts": {key: value for key, value in job.facts.items() if key not in _MANIFEST_ONLY},
         "epoch": epoch,
         "retries": [],
     }
 
 
+_MANIFEST_ONLY = ("chat_template", "model_path", "base_fingerprint")  # long, or nobody's business downstream
 _FOOTER_KEYS = (
     "format",
     "job",

@@ -215,6 +215,12 @@ def load_manifest(layout: JobLayout) -> ResolvedJob | None:
         ) from error
 
 
+def with_access(frozen: ResolvedJob, spec: JobSpec) -> ResolvedJob:
+    """The frozen job with what a manifest does not keep: the job file's storage options, which may hold keys."""
+    section = frozen.spec.input.model_copy(update={"storage_options": spec.input.storage_options})
+    return replace(frozen, spec=frozen.spec.model_copy(update={"input": section}))
+
+
 def with_drawn(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:
     """What was drawn for the job (its seed, its moment) gives way to what was drawn at the first submit."""
     drawn = {key for key, source in job.sources.items() if source == "drawn"}

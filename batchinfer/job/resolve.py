@@ -134,7 +134,10 @@ def _with_overrides(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:
     changed = {
         key: value
         for key, value in job.semantic.items()
-        if key.startswith(("sampling.", "engine.")) and key not in _SHAPES and frozen.semantic.get(key) != value
+        if key.startswith(("sampling.", "engine."))
+        and key not in _SHAPES
+        and job.sources[key] != "device"
+        and frozen.semantic.get(key) != value
     }
     return replace(job, semantic={**job.semantic, **{key: frozen.semantic[key] for key in changed}}, overrides=changed)
 

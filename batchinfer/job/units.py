@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
-from batchinfer.data.prepared import PreparedRows, read_prepared, write_prepared
+from batchinfer.data.prepared import PreparedRows, iter_prepared, write_prepared
 from batchinfer.job.ledger import ChunkSummary, Unit, WindowPlan, publish_window
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.token_order import Ints, RaggedTokens, cut_positions, neighbour_lcp, sort_rows
@@ -31,7 +33,7 @@ def cut_units(job: ResolvedJob, window: int, chunks: Sequence[ChunkSummary], *, 
     """
     layout = job.layout
     paths = [layout.prepared_chunk(window, epoch, chunk.chunk, chunk.content_hash) for chunk in chunks]
-    rows = PreparedRows.concat([read_prepared(path) for path in paths])
+    rows = _read_all(paths, sum(chunk.prompt_tokens for chunk in chunks))
     tokens = RaggedTokens(rows.tokens, rows.offsets)
     order = sort_rows(tokens)
     lcp = neighbour_lcp(tokens, order)
@@ -72,6 +74,25 @@ def cut_units(job: ResolvedJob, window: int, chunks: Sequence[ChunkSummary], *, 
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
     return plan
+
+
+def _read_all(paths: Sequence[Path], num_tokens: int) -> PreparedRows:
+    """The rows of several files. Tokens go straight to their place: a window's are a large part of all memory."""
+    tokens = np.empty(num_tokens, dtype=np.int32)
+    filled = 0
+    without: list[PreparedRows] = []
+    lengths = [np.zeros(1, dtype=np.int64)]
+    for path in paths:
+        for piece in iter_prepared(path):
+            tokens[filled : filled + piece.num_tokens] = piece.tokens
+            filled += piece.num_tokens
+            lengths.append(piece.lengths)
+            # Copies: the piece's arrays are views that would keep its tokens in memory.
+            chunks, rows = piece.chunks.copy(), piece.rows.copy()
+            offsets = np.zeros(len(piece) + 1, dtype=np.int64)
+            without.append(replace(piece, chunks=chunks, rows=rows, offsets=offsets, tokens=tokens[:0]))
+    assert filled == num_tokens, "summaries and prepared files of a window belong together"
+    return replace(PreparedRows.concat(without), tokens=tokens, offsets=np.cumsum(np.concatenate(lengths)))
 
 
 def num_duplicates(lcp: Ints, lengths: Ints) -> int:
