@@ -112,3 +112,9 @@ def sample(index: int, text: str) -> CompletionOutput:
 @pytest.fixture
 def shop(tmp_path) -> Workshop:
     return Workshop(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def new_shop(tmp_path_factory):
+    """Makes a workshop of its own at each call, for properties that are tried on many inputs."""
+    return lambda: Workshop(tmp_path_factory.mktemp("shop"))

@@ -8,6 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from batchinfer.data.parts import read_footer
 from batchinfer.data.prepared import read_prepared
@@ -297,3 +299,32 @@ def test_prepared_rows_are_sorted_by_token_ids(shop):
     tokens = [tuple(rows.token_ids(i).tolist()) for i in range(len(rows))]
     assert tokens == sorted(tokens)
     assert np.array_equal(rows.rows, sorted(range(7), key=lambda i: (prompts[i] + "x", i)))
+
+
+words = st.text(st.sampled_from("ab "), max_size=6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.none() | words, max_size=40), st.integers(1, 7), st.integers(20, 200))
+def test_laws_of_units(new_shop, prompts, batch_rows, unit_work):
+    """Each good row is in exactly one unit, units follow one another in token order; batch sizes change nothing."""
+    plans = []
+    for rows_at_once in (batch_rows, 1_000):
+        shop = new_shop()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("batchinfer.job.token_order.MIN_UNIT_WORK", unit_work)
+            patch.setattr("batchinfer.job.planner.BATCH_ROWS", rows_at_once)
+            shop.write("a.parquet", {"prompt": pa.array(prompts, pa.string())})
+            job = freeze_job(resolve_job(shop.spec(sampling={"seed": 1})))
+            (window,) = job.windows()
+            plan = shop.plan(job, 0, window.chunks)
+        found = []
+        for unit in plan.units:
+            rows = read_prepared(job.layout.prepared_unit(0, 1, unit.unit))
+            found += [(tuple(rows.token_ids(i).tolist()), int(rows.rows[i])) for i in range(len(rows))]
+        assert found == sorted(found)
+        good = [i for i, prompt in enumerate(prompts) if prompt]
+        assert sorted(row for _, row in found) == good
+        assert plan.chunks[0].num_failed == len(prompts) - len(good)
+        plans.append((plan.units, plan.shared_tokens, plan.duplicate_rows, plan.chunks[0].content_hash))
+    assert plans[0] == plans[1]
