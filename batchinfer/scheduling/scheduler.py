@@ -21,6 +21,8 @@ from operator import attrgetter
 
 from batchinfer.errors import ConfigError
 from batchinfer.scheduling.block_manager import BlockManager
+from batchinfer.scheduling.holdback import Holdback
+from batchinfer.scheduling.invariants import check_blocks, check_queues
 from batchinfer.scheduling.prefix_index import PrefixChain
 from batchinfer.scheduling.sequence import NEVER, Sequence, Status
 from batchinfer.types.rows import ErrorClass, RowError
@@ -75,10 +77,7 @@ class Scheduler:
         self._prefilling: list[Sequence] = []  # by arrival
         self._decoding: list[Sequence] = []  # by arrival
         self._seqs: dict[int, Sequence] = {}
-        # Hashes of blocks (of the first group) that running sequences are about to publish, and who waits for them.
-        self._computing: dict[int, Sequence] = {}
-        self._held: dict[int, list[Sequence]] = {}
-        self._num_held = 0
+        self._holdback = Holdback()
 
         self._step = 0
         self._arrivals = 0
@@ -138,7 +137,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + self._num_held
+        return len(self._waiting) + self._holdback.num_held
 
     @property
     def num_unfinished(self) -> int:
@@ -294,16 +293,9 @@ class Scheduler:
             matched = len(manager.match(chain, matched // size)) * size // unit * unit
             if not matched:
                 break
-        if matched < limit and self._computing:
-            size, hashes, computing = self.managers[0].block_size, seq.chains[0].hashes, self._computing
-            last = first = matched // size
-            while last < limit // size and hashes[last] in computing:
-                last += 1
-            if last > first:
-                # One sequence computes all of these, or all of them are dropped: waiting for the last is enough.
-                seq.status = Status.HELD
-                self._held.setdefault(hashes[last - 1], []).append(seq)
-                self._num_held += 1
+        if matched < limit and self._holdback:
+            size = self._sizes[0]
+            if self._holdback.hold(seq, seq.chains[0].hashes, matched // size, limit // size):
                 return None
         return matched
 
@@ -348,9 +340,7 @@ class Scheduler:
         if self.enable_prefix_caching:
             seq.num_published = [len(prefix) for prefix in prefixes]
             self._set_publish_at(seq)
-            computing = self._computing
-            for value in seq.chains[0].hashes[len(prefixes[0]) :]:
-                computing.setdefault(value, seq)
+            self._holdback.begin(seq, seq.chains[0].hashes[len(prefixes[0]) :])
         seq.status = Status.PREFILLING
         _insert(self._prefilling, seq)
         return True
@@ -458,8 +448,8 @@ class Scheduler:
             full = computed // manager.block_size
             chain.extend(tokens, full)
             manager.publish(table, chain, seq.num_published[group], full)
-            if group == 0 and self._computing:
-                self._drop_computing(seq, seq.num_published[0], full)
+            if group == 0 and self._holdback:
+                self._end_holdback(seq, full)
             seq.num_published[group] = full
         self._set_publish_at(seq)
 
@@ -483,27 +473,17 @@ class Scheduler:
                 fewest = slots
         seq.num_slots = fewest
 
-    def _drop_computing(self, seq: Sequence, start: int, stop: int) -> None:
-        """These blocks are published or given up: whoever waits for one of them is looked at again."""
-        computing, held = self._computing, self._held
-        released: list[Sequence] = []
-        for value in seq.chains[0].hashes[start:stop]:
-            if computing.get(value) is seq:
-                del computing[value]
-                if held and value in held:
-                    released += held.pop(value)
+    def _end_holdback(self, seq: Sequence, stop: int) -> None:
+        """Blocks up to `stop` are published, or given up: whoever waits for one of them is looked at again."""
+        released = self._holdback.end(seq, seq.chains[0].hashes[seq.num_published[0] : stop])
         if released:
-            self._num_held -= len(released)
-            released.sort(key=_arrival)
-            for other in released:
-                other.status = Status.WAITING
             self._waiting.extendleft(reversed(released))
 
     def _release(self, seq: Sequence) -> None:
         """Gives all blocks back."""
         if seq.num_published:
-            if self._computing:
-                self._drop_computing(seq, seq.num_published[0], len(seq.chains[0].hashes))
+            if self._holdback:
+                self._end_holdback(seq, len(seq.chains[0].hashes))
             seq.num_published = []
         for manager, table in zip(self.managers, seq.block_tables, strict=True):
             manager.release(table)
@@ -529,48 +509,22 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self._waiting.remove(seq)
         elif seq.status is Status.HELD:
-            for value, others in self._held.items():
-                if seq in others:
-                    others.remove(seq)
-                    self._num_held -= 1
-                    if not others:
-                        del self._held[value]
-                    return
+            self._holdback.remove(seq)
 
     # ---------------------------------------------------------------- invariants
 
     def check(self) -> None:
         """Asserts what must hold between steps; for tests, since it walks everything."""
-        running = self._prefilling + self._decoding
-        held = [seq for others in self._held.values() for seq in others]
-        waiting = list(self._waiting)
-        everyone = running + held + waiting
-        assert len({id(seq) for seq in everyone}) == len(everyone) == len(self._seqs), "a sequence is in two queues"
-        assert all(self._seqs[seq.seq_id] is seq for seq in everyone)
-        assert self._num_held == len(held)
-        for queue, status in (
+        held, waiting = self._holdback.held(), list(self._waiting)
+        queues = [
             (self._prefilling, Status.PREFILLING),
             (self._decoding, Status.DECODING),
             (held, Status.HELD),
             (waiting, Status.WAITING),
-        ):
-            assert all(seq.status is status for seq in queue), f"a sequence is not {status.name}"
-        for queue in (self._prefilling, self._decoding):
-            arrivals = [seq.arrival for seq in queue]
-            assert arrivals == sorted(arrivals), "a running queue is not in order of arrival"
-        for seq in running:
-            assert 0 <= seq.num_computed < len(seq.token_ids) < seq.max_total_tokens, seq
-            assert seq.num_computed <= seq.num_slots, seq
-            assert seq.status is Status.PREFILLING or seq.num_computed == len(seq.token_ids) - 1, seq
-            for table, manager in zip(seq.block_tables, self.managers, strict=True):
-                assert len(set(table)) == len(table), f"{seq} has a block twice"
-                assert len(table) <= -(-len(seq.token_ids) // manager.block_size), f"{seq} has blocks to spare"
-        for seq in waiting + held:
-            assert not any(seq.block_tables), f"{seq} owns blocks"
-        assert set(self._held) <= set(self._computing), "a sequence is held back for what nobody computes"
-        assert all(seq.status is Status.PREFILLING for seq in self._computing.values()), "computing, not prefilling"
-        for group, manager in enumerate(self.managers):
-            manager.check([seq.block_tables[group] for seq in everyone])
+        ]
+        check_queues(queues, self._seqs)
+        check_blocks(self._prefilling + self._decoding, waiting + held, self.managers)
+        self._holdback.check()
 
 
 def _insert(queue: list[Sequence], seq: Sequence) -> None:

@@ -99,8 +99,8 @@ class Bench:
         for manager in self.scheduler.managers:
             assert manager.num_available == manager.num_blocks, "a finished job holds blocks"
             manager.check([])
-        assert not self.scheduler._computing
-        assert not self.scheduler._held
+        assert not self.scheduler._holdback
+        assert not self.scheduler._holdback.held()
 
     def assert_right(self) -> None:
         """Every sequence that ended without an error has the tokens of a run without blocks."""

@@ -1,0 +1,38 @@
+"""What must hold of a scheduler between steps. For tests and for finding bugs: it walks everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from batchinfer.scheduling.block_manager import BlockManager
+from batchinfer.scheduling.sequence import Sequence, Status
+
+
+def check_queues(queues: SequenceOf[tuple[SequenceOf[Sequence], Status]], known: dict[int, Sequence]) -> None:
+    """Every sequence is in exactly one queue, and its status says which; running queues are in order of arrival."""
+    everyone = [seq for queue, _ in queues for seq in queue]
+    assert len({id(seq) for seq in everyone}) == len(everyone) == len(known), "a sequence is in two queues, or in none"
+    assert all(known[seq.seq_id] is seq for seq in everyone)
+    for queue, status in queues:
+        assert all(seq.status is status for seq in queue), f"a sequence is not {status.name}"
+        if status in (Status.PREFILLING, Status.DECODING):
+            arrivals = [seq.arrival for seq in queue]
+            assert arrivals == sorted(arrivals), f"sequences are {status.name} out of order"
+
+
+def check_blocks(
+    running: SequenceOf[Sequence], waiting: SequenceOf[Sequence], managers: SequenceOf[BlockManager]
+) -> None:
+    """Blocks belong to running sequences, as many as they need, and reference counts are the number of users."""
+    for seq in running:
+        num_tokens = len(seq.token_ids)
+        assert 0 <= seq.num_computed < num_tokens < seq.max_total_tokens, seq
+        assert seq.num_computed <= seq.num_slots, seq
+        assert seq.status is Status.PREFILLING or seq.num_computed == num_tokens - 1, seq
+        for table, manager in zip(seq.block_tables, managers, strict=True):
+            assert len(set(table)) == len(table), f"{seq} has a block twice"
+            assert len(table) <= -(-num_tokens // manager.block_size), f"{seq} has blocks to spare"
+    for seq in waiting:
+        assert not any(seq.block_tables), f"{seq} owns blocks"
+    for group, manager in enumerate(managers):
+        manager.check([seq.block_tables[group] for seq in running])
