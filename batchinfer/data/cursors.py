@@ -9,20 +9,37 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 from batchinfer.data.rows import RowBatch
 
-MAX_CURSORS = 4
+MAX_CURSORS = 3  # each may hold a batch
+
+
+@dataclass(slots=True)
+class Target:
+    """The first row that a reader shall give next. It may be moved forward between two batches, so that rows on the
+    way are skipped as cheaply as the format allows."""
+
+    row: int
 
 
 class Cursor:
     """An open reader at some row. `key` says of what: only equal keys may share it."""
 
-    def __init__(self, key: Hashable, row: int, batches: Iterator[RowBatch]) -> None:
+    def __init__(self, key: Hashable, target: Target, batches: Iterator[RowBatch]) -> None:
         self.key = key
-        self.row = row
+        self.row = target.row
+        self._target = target
         self._rest: RowBatch | None = None
         self._batches = batches
+
+    def skip_to(self, row: int) -> None:
+        """Go on from `row`, which lies ahead."""
+        if self._rest is not None:
+            self._rest = self._rest.slice(row, self._rest.stop) if row < self._rest.stop else None
+        self._target.row = max(self._target.row, row)
+        self.row = row
 
     def next(self, stop: int) -> RowBatch | None:
         """The next rows before `stop`, or None at the end of the file."""
@@ -42,15 +59,18 @@ _lock = threading.Lock()
 
 
 def take_cursor(key: Hashable, row: int, *, farthest_back: int = 0) -> Cursor | None:
-    """A kept cursor at `row`, or the nearest one before it that is not more than `farthest_back` rows away (the
-    caller skips); it belongs to the caller now."""
+    """A kept cursor brought to `row`: one that is there, or the nearest before it that is not more than
+    `farthest_back` rows away. It belongs to the caller now."""
     with _lock:
         fitting = [
             (cursor.row, n)
             for n, cursor in _cursors.items()
             if cursor.key == key and row - farthest_back <= cursor.row <= row
         ]
-        return _cursors.pop(max(fitting)[1]) if fitting else None
+        found = _cursors.pop(max(fitting)[1]) if fitting else None
+    if found is not None:
+        found.skip_to(row)
+    return found
 
 
 def keep_cursor(cursor: Cursor) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.data import arrow, jsonl, parquet
-from batchinfer.data.cursors import Cursor, keep_cursor, take_cursor
+from batchinfer.data.cursors import Cursor, Target, keep_cursor, take_cursor
 from batchinfer.data.rows import RowBatch, check_text, in_schema
 from batchinfer.data.schema import unite
 from batchinfer.data.sources import Source, find_sources
@@ -28,7 +28,7 @@ __all__ = ["InputDataset", "InputFile", "RowBatch", "changes", "new_files", "ope
 log = logging.getLogger("batchinfer.data")
 
 MAX_BATCH_ROWS = 8_192
-MAX_BATCH_BYTES = 64 << 20
+MAX_BATCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class InputDataset:
     def read(
         self, file: int, start: int = 0, stop: int | None = None, columns: Sequence[str] | None = None
     ) -> Iterator[RowBatch]:
-        """Rows [start, stop) of a file, without a gap, in batches of at most 8,192 rows and about 64 MiB.
+        """Rows [start, stop) of a file, without a gap, in batches of at most 8,192 rows and about 32 MiB.
 
         columns: None for all; others are not read from the file. Raises InputError when the file has fewer rows than
         it had when it was opened, or can't be read.
@@ -111,10 +111,9 @@ class InputDataset:
         # A file that can't be sought is read on from any earlier place.
         cursor = take_cursor(key, start, farthest_back=start if source.compression else 0)
         if cursor is None:
-            cursor = Cursor(key, start, _open_batches(self, source, wanted, start))
+            target = Target(start)
+            cursor = Cursor(key, target, _open_batches(self, source, wanted, target))
         try:
-            while cursor.row < start and cursor.next(start) is not None:
-                pass
             while row < stop:
                 batch = cursor.next(stop)
                 if batch is None:
@@ -246,7 +245,7 @@ def _inspect(
 
 
 def _open_batches(
-    dataset: InputDataset, file: InputFile, columns: tuple[str, ...] | None, row: int
+    dataset: InputDataset, file: InputFile, columns: tuple[str, ...] | None, target: Target
 ) -> Iterator[RowBatch]:
     """Batches as the file has them: own types, and for missing columns nothing."""
     options, limits = dataset.storage_options, (MAX_BATCH_ROWS, MAX_BATCH_BYTES)
@@ -255,19 +254,20 @@ def _open_batches(
             file.uri,
             file.compression,
             options,
-            row,
+            target,
             dataset.schema,
             columns,
             frozenset(file.mixed),
             file.seek_index,
-            *limits,
+            MAX_BATCH_ROWS,
+            MAX_BATCH_BYTES // 2,  # as Python objects they take several times as much
         ):
             yield RowBatch(start=start, table=table, errors=errors)
         return
     if file.format == "arrow":
-        batches = arrow.iter_arrow(file.uri, file.fingerprint, options, row, columns, *limits)
+        batches = arrow.iter_arrow(file.uri, file.fingerprint, options, target.row, columns, *limits)
     else:
-        batches = parquet.iter_parquet(file.uri, options, row, columns, *limits)
+        batches = parquet.iter_parquet(file.uri, options, target.row, columns, *limits)
     for start, table in batches:
         table, errors = check_text(start, table)
         yield RowBatch(start=start, table=table, errors=errors)

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchinfer.data.cursors import Target
 from batchinfer.data.fs import publish_file, retrying, temp_for
 from batchinfer.data.jsontypes import Shape, clean_surrogates, to_array
 from batchinfer.data.sources import edge_fingerprint, open_bytes
@@ -254,7 +255,7 @@ def iter_jsonl(
     uri: str,
     compression: str,
     options: Mapping[str, Any],
-    start: int,
+    target: Target,
     schema: pa.Schema,
     columns: Sequence[str] | None,
     mixed: frozenset[str],
@@ -262,12 +263,12 @@ def iter_jsonl(
     max_rows: int,
     max_bytes: int,
 ) -> Iterator[tuple[int, pa.RecordBatch, dict[int, RowError]]]:
-    """(first row, batch, errors by row) from row `start` to the file's end.
+    """(first row, batch, errors by row) from row `target` to the file's end. Lines before it are not parsed.
 
     schema: the united schema of all columns. A value of the wrong kind in a mixed column is an error of its row when
     the column is asked for, or when its value is lost (see `jsontypes`).
     """
-    row, offset = _seek_mark(index_path, start) if not compression else (0, 0)
+    row, offset = _seek_mark(index_path, target.row) if not compression else (0, 0)
     with _open_lines(uri, compression, options) as lines:
         if offset:
             lines.seek(offset)
@@ -279,7 +280,7 @@ def iter_jsonl(
             if line.isspace() or not line:
                 continue
             row += 1
-            if row <= start:
+            if row <= target.row:
                 continue
             records.append(parse_line(line))
             size += len(line)

@@ -25,7 +25,7 @@ from batchinfer.data.layout import ERROR_TYPE, OutputLayout
 from batchinfer.data.rows import RowBatch
 from batchinfer.data.schema import conform
 from batchinfer.data.segments import RESULT_SCHEMA
-from batchinfer.data.values import ValueHasher
+from batchinfer.data.values import ValueHasher, total_digest
 from batchinfer.errors import BatchinferError, InputError
 
 FOOTER_KEY = b"batchinfer"
@@ -81,11 +81,8 @@ def write_part(
     """
     _check_complete(results, start, stop, dataset.files[file].name)
     needed = list(layout.input_columns) + [name for name in hash_columns if name not in layout.input_columns]
-    input_hash, carried_hash, result_hash = (
-        ValueHasher(hash_columns),
-        ValueHasher(layout.input_columns),
-        ValueHasher(layout.result_names),
-    )
+    changed = [n for n in layout.input_columns if dataset.schema.field(n).type != layout.schema.field(n).type]
+    hashes = _PartHashes(needed, changed, layout.result_names)
     name = dataset.files[file].name
     pending: list[pa.RecordBatch] = []
     widths = _DictionaryWidths(layout.schema)
@@ -93,10 +90,8 @@ def write_part(
     writer: pq.ParquetWriter | None = None
     try:
         for batch in dataset.read(file, start, stop, needed):
-            input_hash.update(batch.table)
             out = _join(batch, name, results.slice(batch.start - start, batch.table.num_rows), layout)
-            carried_hash.update(out)
-            result_hash.update(out)
+            hashes.update(batch.table, out)
             if writer is None:
                 writer = _open_writer(tmp, layout.schema, out)
             if pending and (
@@ -114,7 +109,14 @@ def write_part(
         if pending:
             writer.write_table(pa.Table.from_batches(pending), row_group_size=ROW_GROUP_ROWS)
         summary = _summary(
-            results, name, start, stop, input_hash.hexdigest(), carried_hash.hexdigest(), result_hash.hexdigest()
+            results,
+            source_file=name,
+            start=start,
+            stop=stop,
+            num_rows=stop - start,
+            input_hash=hashes.of_input(hash_columns),
+            carried_hash=hashes.of_carried(layout.input_columns),
+            result_hash=hashes.results.hexdigest(),
         )
         text = json.dumps({**footer, **asdict(summary), "prefix": layout.prefix, "lists": layout.lists})
         writer.add_key_value_metadata({FOOTER_KEY: text.encode()})
@@ -151,23 +153,35 @@ def _check_complete(results: pa.Table, start: int, stop: int, name: str) -> None
     )
 
 
-def _summary(
-    results: pa.Table, name: str, start: int, stop: int, input_hash: str, carried_hash: str, result_hash: str
-) -> PartSummary:
+class _PartHashes:
+    """Each input column is hashed once; once more as written if its type changes on the way."""
+
+    def __init__(self, read: Sequence[str], changed: Sequence[str], results: Sequence[str]) -> None:
+        self._read, self._written, self.results = ValueHasher(read), ValueHasher(changed), ValueHasher(results)
+
+    def update(self, read: pa.RecordBatch, out: pa.RecordBatch) -> None:
+        self._read.update(read)
+        self._written.update(out)
+        self.results.update(out)
+
+    def of_input(self, columns: Sequence[str]) -> str:
+        digests = self._read.digests()
+        return total_digest(self._read.num_rows, {name: digests[name] for name in columns if name in digests})
+
+    def of_carried(self, columns: Sequence[str]) -> str:
+        digests = self._read.digests() | self._written.digests()
+        return total_digest(self._read.num_rows, {name: digests[name] for name in columns if name in digests})
+
+
+def _summary(results: pa.Table, **known: Any) -> PartSummary:
     good = results.filter(pc.is_null(results["error_class"]))
     classes = Counter(results["error_class"].drop_null().to_pylist())
     return PartSummary(
-        source_file=name,
-        start=start,
-        stop=stop,
-        num_rows=stop - start,
         failed=dict(sorted(classes.items())),
         prompt_tokens=_sum(good["prompt_tokens"]),
         cached_tokens=_sum(good["cached_tokens"]),
         completion_tokens=sum(_sum(chunk.flatten()) for chunk in good["completion_tokens"].chunks),
-        input_hash=input_hash,
-        carried_hash=carried_hash,
-        result_hash=result_hash,
+        **known,
     )
 
 

@@ -6,13 +6,17 @@ so names stay the same when the whole folder moves. Not here: what is in the fil
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -234,7 +238,8 @@ def _find_on_hub(hub_id: str, split: str, options: Mapping[str, Any]) -> list[So
     try:
         import datasets
 
-        loaded = datasets.load_dataset(name, config or None, **options)
+        with _offline_without_network(datasets.config):
+            loaded = datasets.load_dataset(name, config or None, **options)
     except Exception as error:
         raise InputError(
             f"input.path {hub_id!r} is no local file or folder, and as a dataset on the Hugging Face hub it can't be "
@@ -248,6 +253,23 @@ def _find_on_hub(hub_id: str, split: str, options: Mapping[str, Any]) -> list[So
         )
     files = [entry["filename"] for entry in loaded[split].cache_files]
     return [Source(name=f"{split}/{Path(f).name}", uri=f, format="arrow") for f in files]
+
+
+@contextlib.contextmanager
+def _offline_without_network(config: Any) -> Iterator[None]:
+    """Without a network `datasets` would try for half a minute before it looks into its cache."""
+    before = config.HF_HUB_OFFLINE
+    host = urllib.parse.urlsplit(config.HF_ENDPOINT).hostname
+    if not before and host and not urllib.request.getproxies():
+        try:
+            socket.getaddrinfo(host, 443)
+        except OSError:
+            log.warning("%s can't be reached: only datasets in the local cache are looked for", host)
+            config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 def is_local(uri: str) -> bool:

@@ -139,16 +139,21 @@ class ValueHasher:
             for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else (column,):
                 node.update(chunk)
 
-    def column_digests(self) -> Mapping[str, str]:
-        """A hex digest of each column's values."""
-        return {name: node.digest().hex()[:32] for name, node in self._columns.items()}
+    def digests(self) -> dict[str, bytes]:
+        """A digest of each column's values."""
+        return {name: node.digest() for name, node in self._columns.items()}
 
     def hexdigest(self) -> str:
-        """A hex digest of all values: column names, row count and the columns' digests."""
-        total = hashlib.sha256(str(self.num_rows).encode())
-        for name, node in sorted(self._columns.items()):
-            total.update(name.encode("utf-8", "surrogatepass") + b"\0" + node.digest())
-        return total.hexdigest()[:32]
+        """A hex digest of all values."""
+        return total_digest(self.num_rows, self.digests())
+
+
+def total_digest(num_rows: int, digests: Mapping[str, bytes]) -> str:
+    """One hex digest from the row count and the columns' names and digests."""
+    total = hashlib.sha256(str(num_rows).encode())
+    for name, digest in sorted(digests.items()):
+        total.update(name.encode("utf-8", "surrogatepass") + b"\0" + digest)
+    return total.hexdigest()[:32]
 
 
 def hash_batch(hasher: ValueHasher, batch: pa.RecordBatch | pa.Table) -> None:

@@ -280,7 +280,7 @@ def test_compressed_files_are_unpacked_once_for_rising_slices(big: str, monkeypa
     close_cursors()
     opened = []
     original = jsonl_module.iter_jsonl
-    monkeypatch.setattr(jsonl_module, "iter_jsonl", lambda *a: opened.append(a[3]) or original(*a))
+    monkeypatch.setattr(jsonl_module, "iter_jsonl", lambda *a: opened.append(a[3].row) or original(*a))
     for start in range(0, 3_000, 1_000):
         assert rows_of(dataset, start, start + 500, ["id"])[0] == {"id": start}
     assert len(opened) == (1 if dataset.files[0].compression else 3)
