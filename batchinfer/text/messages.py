@@ -12,6 +12,9 @@ from typing import Any
 from batchinfer.text.fields import InvalidPrompt
 from batchinfer.text.values import to_native, type_name, without_nulls
 
+# Names that data uses for an assistant's reasoning, the standard one first.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
 
 def checked_messages(value: Any, column: str, *, takes_parts: bool) -> list[dict[str, Any]]:
     """Messages with a text role each; content is text, or for templates that take them a list of text parts.
@@ -51,6 +54,10 @@ def _checked_message(item: Any, where: str, takes_parts: bool) -> dict[str, Any]
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidPrompt(f"{where} has no role (a text such as 'user'), but {type_name(role)}")
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if reasoning is not None:
+        # As apply_chat_template does: templates ask for one of two names.
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     content = item.get("content")
     if isinstance(content, str):
         message["content"] = content

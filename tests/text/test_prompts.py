@@ -117,6 +117,15 @@ def test_null_content_beside_tool_calls(chatml: Tokenizer) -> None:
     assert text == 'assistant:None[{"function": {"name": "f", "arguments": {"a": 1}}}]'
 
 
+@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
+def test_reasoning_has_the_names_that_templates_ask_for(chatml: Tokenizer, name: str) -> None:
+    row = {"m": [{"role": "assistant", "content": "a", name: "why"}]}
+    assert (
+        text_of(chatml, row, "{{ messages[0].reasoning_content + messages[0].thinking }}", messages_column="m")
+        == "whywhy"
+    )
+
+
 def test_struct_fields_that_are_null_are_not_defined(chatml: Tokenizer) -> None:
     template = "{% for m in messages %}{{ m.content }}{{ m.name is defined }}{% endfor %}"
     rows = pa.array([[{"role": "user", "content": "a", "name": None}], [{"role": "user", "content": "b", "name": "n"}]])
