@@ -16,15 +16,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from math import lcm
 from operator import attrgetter
 
 from batchinfer.errors import ConfigError
 from batchinfer.scheduling.block_manager import BlockManager
 from batchinfer.scheduling.holdback import Holdback
 from batchinfer.scheduling.invariants import check_blocks, check_queues
-from batchinfer.scheduling.prefix_index import PrefixChain
-from batchinfer.scheduling.sequence import NEVER, Sequence, Status
+from batchinfer.scheduling.kv_blocks import KVBlocks
+from batchinfer.scheduling.sequence import Sequence, Status
 from batchinfer.types.rows import ErrorClass, RowError
 from batchinfer.types.step import Chunk, KVGroup, SequenceSpec, StepPlan, StepResult
 
@@ -66,12 +65,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.enable_prefix_caching = enable_prefix_caching
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.managers = tuple(BlockManager(g, enable_prefix_caching=enable_prefix_caching) for g in kv_groups)
-        self._sizes = tuple(m.block_size for m in self.managers)
-        # A matched prefix ends at a block's edge in every group.
-        self._match_unit = lcm(*self._sizes)
-        # Admission leaves some blocks to those who are decoding, lest the newcomer is thrown out at once.
-        self._watermarks = tuple(m.num_blocks // 100 for m in self.managers)
+        self._blocks = KVBlocks(kv_groups, enable_prefix_caching=enable_prefix_caching)
 
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []  # by arrival
@@ -100,16 +94,7 @@ class Scheduler:
         assert seq.seq_id not in self._seqs, seq
         seq.arrival = self._arrivals
         self._arrivals += 1
-        sizes = self._sizes
-        if len(sizes) == 1:
-            seq.block_tables = ([],)
-            if self.enable_prefix_caching:
-                seq.chains = (PrefixChain(sizes[0]),)
-        else:
-            seq.block_tables = tuple([] for _ in sizes)
-            if self.enable_prefix_caching:
-                chains = {size: PrefixChain(size) for size in sizes}
-                seq.chains = tuple(chains[size] for size in sizes)
+        self._blocks.register(seq)
         self._seqs[seq.seq_id] = seq
         self._waiting.append(seq)
 
@@ -127,6 +112,11 @@ class Scheduler:
         if seq.status is not Status.FINISHED:
             self._remove_from_queues(seq)
             self._retire(seq)
+
+    @property
+    def managers(self) -> tuple[BlockManager, ...]:
+        """One for each KV group, to look at."""
+        return self._blocks.managers
 
     def has_unfinished(self) -> bool:
         return bool(self._seqs) or bool(self._done)
@@ -258,73 +248,31 @@ class Scheduler:
             if examined == MAX_EXAMINED_PER_STEP:
                 return
             seq = waiting[0]
-            matched = self._find_prefix(seq)
-            if matched is None:
+            never = self._blocks.never_fits(seq)
+            if never is not None:
                 waiting.popleft()
-                examined += 1
+                self._fail(seq, never)
                 continue
-            length = len(seq.token_ids) - matched
-            if length > budget and not self.enable_chunked_prefill:
+            matched = 0
+            if self.enable_prefix_caching:
+                matched, limit = self._blocks.match(seq)
+                if matched < limit and self._holdback:
+                    size = self._blocks.sizes[0]
+                    if self._holdback.hold(seq, seq.chains[0].hashes, matched // size, limit // size):
+                        waiting.popleft()
+                        examined += 1
+                        continue
+            if len(seq.token_ids) - matched > budget and not self.enable_chunked_prefill:
                 return
-            verdict = self._allocate(seq, matched)
-            if verdict is False:
+            if not self._blocks.allocate(seq, matched, keep_reserve=self.num_running > 0):
                 return
             waiting.popleft()
-            if verdict is None:
-                continue
+            self._start(seq)
             budget -= self._take_prefill(seq, budget, chunks, scheduled)
 
-    def _find_prefix(self, seq: Sequence) -> int | None:
-        """Tokens of `seq` that are in the cache in every group; None if it is held back instead."""
-        if not self.enable_prefix_caching:
-            return 0
-        tokens = seq.token_ids
-        num_tokens = len(tokens)
-        for chain in seq.chains:
-            chain.extend(tokens, num_tokens // chain.block_size)
-        if not seq.reads_cache:
-            return 0
-        # At least the last token runs, for its logits.
-        unit = self._match_unit
-        limit = (num_tokens - 1) // unit * unit
-        matched = limit
-        for manager, chain in zip(self.managers, seq.chains, strict=True):
-            size = manager.block_size
-            matched = len(manager.match(chain, matched // size)) * size // unit * unit
-            if not matched:
-                break
-        if matched < limit and self._holdback:
-            size = self._sizes[0]
-            if self._holdback.hold(seq, seq.chains[0].hashes, matched // size, limit // size):
-                return None
-        return matched
-
-    def _allocate(self, seq: Sequence, matched: int) -> bool | None:
-        """Blocks for all tokens of `seq`. False: not now. None: it never fits, and has ended with an error."""
-        num_tokens = len(seq.token_ids)
-        running = self._prefilling or self._decoding
-        prefixes: list[list[int]] = []
-        counts: list[int] = []
-        for group, manager in enumerate(self.managers):
-            size = manager.block_size
-            total = -(-num_tokens // size)
-            if total > manager.num_blocks:
-                self._fail_oversized(seq, total, manager)
-                return None
-            prefix = manager.match(seq.chains[group], matched // size) if matched else []
-            count = total - len(prefix)
-            available = manager.num_available - manager.num_idle_among(prefix)
-            if count > available or (running and count > available - self._watermarks[group]):
-                return False
-            prefixes.append(prefix)
-            counts.append(count)
-        for manager, table, prefix, count in zip(self.managers, seq.block_tables, prefixes, counts, strict=True):
-            if prefix:
-                manager.acquire(prefix)
-                table.extend(prefix)
-            manager.allocate(count, table)
-        seq.num_computed = matched
-        self._update_slots(seq)
+    def _start(self, seq: Sequence) -> None:
+        """Counts and tells of a sequence that has its blocks."""
+        matched = seq.num_computed
         if seq.num_cached_tokens < 0:
             seq.num_cached_tokens = matched
             self.num_cached_tokens += matched
@@ -338,32 +286,25 @@ class Scheduler:
                 )
             )
         if self.enable_prefix_caching:
-            seq.num_published = [len(prefix) for prefix in prefixes]
-            self._set_publish_at(seq)
-            self._holdback.begin(seq, seq.chains[0].hashes[len(prefixes[0]) :])
+            self._holdback.begin(seq, seq.chains[0].hashes[seq.num_published[0] :])
         seq.status = Status.PREFILLING
         _insert(self._prefilling, seq)
-        return True
 
     def _grow(self, seq: Sequence, others_scheduled: bool) -> bool:
-        """A block more for a decoding sequence, in each group that needs one. False if it lost its place."""
-        num_tokens = len(seq.token_ids)
-        for manager, table in zip(self.managers, seq.block_tables, strict=True):
-            while len(table) * manager.block_size < num_tokens:
-                if manager.num_available:
-                    manager.allocate(1, table)
-                    continue
-                victim = self._youngest()
-                if victim is not seq:
-                    self._preempt(victim)
-                elif others_scheduled or self.num_running > 1:
-                    self._preempt(seq)
-                    return False
-                else:
-                    self._remove_from_queues(seq)
-                    self._fail_oversized(seq, len(table) + 1, manager)
-                    return False
-        self._update_slots(seq)
+        """Blocks for a decoding sequence's next token, at the cost of younger ones. False if it lost its own place."""
+        while not self._blocks.grow(seq):
+            victim = self._youngest()
+            if victim is not seq:
+                self._preempt(victim)
+            elif others_scheduled or self.num_running > 1:
+                self._preempt(seq)
+                return False
+            else:
+                self._remove_from_queues(seq)
+                never = self._blocks.never_fits(seq)
+                assert never is not None, f"{seq} is alone and lacks blocks, but would fit"
+                self._fail(seq, never)
+                return False
         return True
 
     def _youngest(self) -> Sequence:
@@ -382,13 +323,9 @@ class Scheduler:
         self.num_preemptions += 1
         self._waiting.appendleft(seq)
 
-    def _fail_oversized(self, seq: Sequence, num_blocks: int, manager: BlockManager) -> None:
-        seq.error = RowError(
-            ErrorClass.OUT_OF_MEMORY,
-            f"the row alone needs more KV memory than the engine has: {len(seq.token_ids)} tokens take {num_blocks} "
-            f"blocks of {manager.block_size}, there are {manager.num_blocks}; raise engine.kv_cache_memory or "
-            "lower engine.max_model_len",
-        )
+    def _fail(self, seq: Sequence, why: str) -> None:
+        """Ends a sequence that is in no queue any more and does not fit."""
+        seq.error = RowError(ErrorClass.OUT_OF_MEMORY, why)
         self._retire(seq)
         self._done.append(seq)
 
@@ -441,55 +378,23 @@ class Scheduler:
                     seq.prompt_logprobs[first : first + len(entries)] = entries
 
     def _publish(self, seq: Sequence) -> None:
-        """Files every block whose tokens have now all been computed."""
-        tokens, computed = seq.token_ids, seq.num_computed
-        for group, manager in enumerate(self.managers):
-            chain, table = seq.chains[group], seq.block_tables[group]
-            full = computed // manager.block_size
-            chain.extend(tokens, full)
-            manager.publish(table, chain, seq.num_published[group], full)
-            if group == 0 and self._holdback:
-                self._end_holdback(seq, full)
-            seq.num_published[group] = full
-        self._set_publish_at(seq)
+        before = self._blocks.publish(seq)
+        if self._holdback:
+            self._end_holdback(seq, before, seq.num_published[0])
 
     # ---------------------------------------------------------------- small parts
 
-    # Written out, since both run once or more for every row.
-
-    def _set_publish_at(self, seq: Sequence) -> None:
-        nearest = NEVER
-        for published, size in zip(seq.num_published, self._sizes, strict=True):
-            end = (published + 1) * size
-            if end < nearest:
-                nearest = end
-        seq.publish_at = nearest
-
-    def _update_slots(self, seq: Sequence) -> None:
-        fewest = NEVER
-        for table, size in zip(seq.block_tables, self._sizes, strict=True):
-            slots = len(table) * size
-            if slots < fewest:
-                fewest = slots
-        seq.num_slots = fewest
-
-    def _end_holdback(self, seq: Sequence, stop: int) -> None:
-        """Blocks up to `stop` are published, or given up: whoever waits for one of them is looked at again."""
-        released = self._holdback.end(seq, seq.chains[0].hashes[seq.num_published[0] : stop])
+    def _end_holdback(self, seq: Sequence, start: int, stop: int) -> None:
+        """These blocks are published, or given up: whoever waits for one of them is looked at again."""
+        released = self._holdback.end(seq, seq.chains[0].hashes[start:stop])
         if released:
             self._waiting.extendleft(reversed(released))
 
     def _release(self, seq: Sequence) -> None:
         """Gives all blocks back."""
-        if seq.num_published:
-            if self._holdback:
-                self._end_holdback(seq, len(seq.chains[0].hashes))
-            seq.num_published = []
-        for manager, table in zip(self.managers, seq.block_tables, strict=True):
-            manager.release(table)
-        seq.num_computed = 0
-        seq.num_slots = 0
-        seq.publish_at = NEVER
+        if seq.num_published and self._holdback:
+            self._end_holdback(seq, seq.num_published[0], len(seq.chains[0].hashes))
+        self._blocks.release(seq)
 
     def _retire(self, seq: Sequence) -> None:
         """Ends a sequence that is in no queue any more, or in `decoding` where `commit` filters it out."""
@@ -523,7 +428,7 @@ class Scheduler:
             (waiting, Status.WAITING),
         ]
         check_queues(queues, self._seqs)
-        check_blocks(self._prefilling + self._decoding, waiting + held, self.managers)
+        check_blocks(self._prefilling + self._decoding, waiting + held, self._blocks.managers)
         self._holdback.check()
 
 
