@@ -56,12 +56,15 @@ def submit(job: str, overrides: tuple[str, ...], fresh: bool, extend: bool, dry_
         from batchinfer.cli.plan_command import show_plan
 
         return show_plan(spec, read_rows=False, extend=extend, ignore_existing=fresh)
-    from batchinfer.cli.display import ProgressDisplay
-    from batchinfer.cli.texts import result_text
-    from batchinfer.cluster.submit import run_job
+    from batchinfer.cluster.warm import local_workers
 
-    with ProgressDisplay() as display:
-        result = run_job(spec, fresh=fresh, extend=extend, listener=display.listener())
+    with local_workers(spec) as workers:  # they load their libraries while this process does
+        from batchinfer.cli.display import ProgressDisplay
+        from batchinfer.cli.texts import result_text
+        from batchinfer.cluster.submit import run_job
+
+        with ProgressDisplay() as display:
+            result = run_job(spec, workers, fresh=fresh, extend=extend, listener=display.listener())
     click.echo(result_text(result))
     return result.exit_code
 
@@ -117,11 +120,12 @@ def retry(job: str, error_class: str | None, overrides: tuple[str, ...]) -> int:
     from batchinfer.cli.display import ProgressDisplay
     from batchinfer.cli.texts import result_text
     from batchinfer.cluster.submit import retry_job
+    from batchinfer.cluster.warm import local_workers
     from batchinfer.job.spec import JobSpec
 
     spec = JobSpec.from_yaml(job, overrides=overrides)
-    with ProgressDisplay() as display:
-        result = retry_job(spec, error_class=error_class, listener=display.listener())
+    with local_workers(spec, start=False) as workers, ProgressDisplay() as display:
+        result = retry_job(spec, workers, error_class=error_class, listener=display.listener())
     click.echo(result_text(result))
     return result.exit_code
 

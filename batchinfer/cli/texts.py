@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,10 +44,9 @@ def num_bytes(value: float) -> str:
     return f"{value:.1f} TiB"
 
 
-def table(rows: Mapping[str, object] | list[tuple[str, object]]) -> str:
-    pairs = list(rows.items()) if isinstance(rows, Mapping) else rows
-    width = max((len(key) for key, _ in pairs), default=0)
-    return "\n".join(f"  {key:<{width}}  {value}" for key, value in pairs)
+def table(rows: Sequence[tuple[str, object]]) -> str:
+    width = max((len(key) for key, _ in rows), default=0)
+    return "\n".join(f"  {key:<{width}}  {value}" for key, value in rows)
 
 
 def failed_text(failed: Mapping[str, int]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchinfer.cluster.submit import JobResult, Listener, run_job
+from batchinfer.cluster.warm import local_workers
 from batchinfer.errors import ConfigError
 from batchinfer.job.spec import JobSpec
 
@@ -25,7 +26,9 @@ def submit(job: Job, *, fresh: bool = False, extend: bool = False, listener: Lis
     Raises what the command line would exit with: ConfigError (2), FailureLimitReached (4), Interrupted (75),
     BatchinferError (1). Error rows raise nothing: see `result.report` and `result.exit_code`.
     """
-    return run_job(as_spec(job), fresh=fresh, extend=extend, listener=listener)
+    spec = as_spec(job)
+    with local_workers(spec, start=not fresh) as workers:
+        return run_job(spec, workers, fresh=fresh, extend=extend, listener=listener)
 
 
 def map(
@@ -56,7 +59,7 @@ def map(
         part.rename(source)
     data["input"] = {**data.get("input", {}), "path": str(source), "format": "parquet"}
     data["output"] = {**data.get("output", {}), "path": str(folder)}
-    run_job(JobSpec.from_dict(data), listener=listener)
+    submit(data, listener=listener)
     return hf.Dataset.from_parquet([str(path) for path in sorted(folder.glob("part-*.parquet"))])
 
 

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ class EngineHost:
     `start` is to be called from a thread that lives as long as the worker: the engine ends with it.
     """
 
-    def __init__(self, *, run: str, epoch: int, name: str, num_threads: int, log: str) -> None:
-        self.config = {"t": "config", "run": run, "epoch": epoch, "name": name, "num_threads": num_threads}
-        self.log = Path(log)
+    def __init__(self, *, name: str, num_threads: int, preload: Sequence[str], log: Path) -> None:
+        """`preload`: modules that the engine imports while it waits for `configure`."""
         self.process: subprocess.Popen[str] | None = None
+        self._preload = {"name": name, "num_threads": num_threads, "preload": list(preload)}
+        self._config: Message | None = None
+        self._log = log
+        self._log_start = 0
         self._mutex = threading.Lock()
         self._writing = threading.Lock()
         self._listener: Callable[[Message], None] | None = None
@@ -46,12 +49,12 @@ class EngineHost:
                 listener(message)
 
     def start(self) -> None:
-        """Starts the engine process, or does nothing if one is alive."""
+        """Starts the engine process, or does nothing if one is alive. Without `configure` it only warms up."""
         if self.process is not None and self.process.poll() is None:
             return
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            log_start = log.tell()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._log_start = log.tell()
             process = subprocess.Popen(
                 [sys.executable, "-m", "batchinfer.cluster.engine_process", str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -61,8 +64,17 @@ class EngineHost:
                 bufsize=1,
             )
         self.process = process
-        in_thread(f"engine-{process.pid}", lambda: self._read(process, log_start))
-        self.send(self.config)
+        in_thread(f"engine-{process.pid}", lambda: self._read(process))
+        self.send(self._preload)
+        if self._config is not None:
+            self.send(self._config)
+
+    def configure(self, *, run: str, epoch: int, log: Path) -> None:
+        """What to load, and where to log from now on. Once."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log, self._log_start = log, log.stat().st_size if log.exists() else 0
+        self._config = {"run": run, "epoch": epoch, "log": str(log)}
+        self.send(self._config)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """To a dead engine: nothing happens. Its death is, or will be, told by a message of its own."""
@@ -95,7 +107,7 @@ class EngineHost:
             else:
                 self._listener(message)
 
-    def _read(self, process: subprocess.Popen[str], log_start: int) -> None:
+    def _read(self, process: subprocess.Popen[str]) -> None:
         begun: dict[int, tuple[int, int]] = {}
         last: Message = {}
         stopped = False
@@ -125,17 +137,17 @@ class EngineHost:
         if stopped:
             self._tell({"t": "stopped"})
             return
-        reason = last.get("message") or f"the engine process ended by {how_it_ended(code)}{self._tail(log_start)}"
+        reason = last.get("message") or f"the engine process ended by {how_it_ended(code)}{self._tail()}"
         in_flight = [(lease, start, stop) for lease, (start, stop) in begun.items() if start < stop]
         self._tell({"t": "died", "reason": reason, "in_flight": in_flight, "fatal": bool(last.get("fatal"))})
 
-    def _tail(self, log_start: int) -> str:
+    def _tail(self) -> str:
         """The last words of this engine in its log, for the message."""
         try:
-            with self.log.open("rb") as log:
+            with self._log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
-                log.seek(max(log_start, end - _TAIL_BYTES))
+                log.seek(max(self._log_start, end - _TAIL_BYTES))
                 lines = log.read().decode("utf-8", "replace").strip().splitlines()
         except OSError:
             return ""
-        return f"; its last words ({self.log}): {lines[-1][:500]}" if lines else ""
+        return f"; its last words ({self._log}): {lines[-1][:500]}" if lines else ""

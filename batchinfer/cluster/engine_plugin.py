@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from distributed import SchedulerPlugin, WorkerPlugin
@@ -23,24 +24,23 @@ class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
     name = NAME
     idempotent = True
 
-    def __init__(self, *, run: str, epoch: int, num_threads: int, log_folder: str) -> None:
+    def __init__(self, *, run: str, epoch: int, num_threads: int, preload: Sequence[str], log_folder: str) -> None:
         self.run = run
         self.epoch = epoch
         self.num_threads = num_threads
+        self.preload = tuple(preload)
         self.log_folder = log_folder
 
     def setup(self, worker: Any) -> None:
         from batchinfer.cluster import worker_process
 
         self.worker = worker
-        name = str(worker.name)
-        self.host = worker_process.started_engine or EngineHost(
-            run=self.run,
-            epoch=self.epoch,
-            name=name,
-            num_threads=self.num_threads,
-            log=f"{self.log_folder}/engine-{name}.log",
-        )
+        if worker_process.started_engine is not None:
+            self.host = worker_process.started_engine
+        else:
+            log = Path(self.log_folder) / f"engine-{worker.name}.log"
+            self.host = EngineHost(name=str(worker.name), num_threads=self.num_threads, preload=self.preload, log=log)
+            self.host.configure(run=self.run, epoch=self.epoch, log=log)
         self._tell({"t": "joined", "address": worker.address})
         self.host.listen(self._tell)
         self.host.start()

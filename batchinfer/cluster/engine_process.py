@@ -8,6 +8,7 @@ threads: the loop (owns the engine), the commands (reads leases' rows ahead of t
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import logging
 import os
@@ -21,7 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchinfer.cluster.lifecycle import end_with_parent, exit_after, in_thread, leave_interrupts_to_the_driver
+from batchinfer.cluster.lifecycle import (
+    end_with_parent,
+    exit_after,
+    in_thread,
+    leave_interrupts_to_the_driver,
+    log_to,
+)
 from batchinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,27 +130,23 @@ class EngineProcess:
 
     def _load(self) -> RowFeed:
         start = time.monotonic()
-        from batchinfer_kernels import determinism
-
-        threads = self.config["num_threads"]
-        for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
-            os.environ.setdefault(variable, str(threads))
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the planner, not the engine, encodes in bulk
-        determinism.prepare()
         from batchinfer.job.manifest import load_run
 
-        run = Path(self.config["run"])
-        self.job = load_run(run)
+        self.job = load_run(Path(self.config["run"]))
         self._loaded.set()
         from batchinfer.cluster.row_feed import RowFeed
         from batchinfer.engine import load_engine
 
+        threads = self.config["num_threads"]
         engine_config = self.job.engine_config
         if engine_config.num_threads is None:
             engine_config = replace(engine_config, num_threads=threads)
         engine = load_engine(engine_config)
+        # What is loaded stays, so the collector need not look at it again; and a hundred thousand sequences
+        # come and go without cycles, so it need not look often.
         gc.collect()
-        gc.freeze()  # what is loaded stays: the collector need not look at it again
+        gc.freeze()
+        gc.set_threshold(20_000, 50, 50)
         feed = RowFeed(engine, self.job, epoch=self.config["epoch"], report=self.report)
         seconds = time.monotonic() - start
         self.report({"t": "ready", "load_s": round(seconds, 2), "max_num_seqs": engine.scheduler.max_num_seqs})
@@ -151,15 +154,40 @@ class EngineProcess:
         return feed
 
 
+def warm_up(warm: Command) -> None:
+    """What can be done before it is known what to load. Environment first: libraries read it as they load."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
+        os.environ.setdefault(variable, str(warm["num_threads"]))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the planner, not the engine, encodes in bulk
+    from batchinfer_kernels import determinism
+
+    determinism.prepare()
+    for module in warm["preload"]:
+        importlib.import_module(module)
+
+
 def main() -> int:
     end_with_parent(int(sys.argv[1]))
     leave_interrupts_to_the_driver()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     report = Reports()
-    line = sys.stdin.readline()
-    if not line:
+    first = sys.stdin.readline()
+    if not first:
         return 1
-    process = EngineProcess(json.loads(line), report)
+    warm: Command = json.loads(first)
+    try:
+        warm_up(warm)
+    except Exception as error:
+        traceback.print_exc()
+        report({"t": "failed", "message": f"{type(error).__name__}: {error}", "fatal": False})
+        return 1
+    second = sys.stdin.readline()
+    if not second:
+        return 1
+    config: Command = {**warm, **json.loads(second)}
+    log_to(Path(config["log"]))
+    os.dup2(2, 1)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    process = EngineProcess(config, report)
     signal.signal(signal.SIGTERM, lambda *_: process.stop())
     in_thread("commands", process.read_commands)
     try:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -56,3 +57,10 @@ def how_it_ended(returncode: int) -> str:
         return f"signal {-returncode}"
     hint = ", as when memory runs out" if name == "SIGKILL" else ""
     return f"signal {-returncode} ({name}{hint})"
+
+
+def log_to(path: Path) -> None:
+    """From now on, what this process writes to its standard error goes to the end of this file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 2)

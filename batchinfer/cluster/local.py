@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,36 +20,41 @@ from batchinfer.cluster.lifecycle import how_it_ended
 @dataclass(slots=True, eq=False)
 class _Child:
     process: subprocess.Popen[str]
-    told: bool = False
+    told: int = 0  # how many of the lines
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LocalWorkers:
-    """`start` at once; `connect` when the scheduler is up; `dead` tells who died and starts them again."""
+    """`start` at once; `configure` when the job is frozen; `connect` when the scheduler is up.
 
-    run: str
-    epoch: int
+    `dead` tells who died, and starts them again.
+    """
+
     num_workers: int
     num_threads: int
-    log_folder: Path
+    preload: Sequence[str]
     scratch: Path
     _children: dict[str, _Child] = field(default_factory=dict)
     _dropped: set[str] = field(default_factory=set)
-    _scheduler: str | None = None
+    _lines: list[dict[str, object]] = field(default_factory=list)  # told to every worker after its first line
 
     @property
     def names(self) -> list[str]:
         return [f"w{index}" for index in range(self.num_workers)]
 
     def start(self) -> None:
-        self.log_folder.mkdir(parents=True, exist_ok=True)
+        """Those that are not there yet."""
         for name in self.names:
-            self._spawn(name)
+            if name not in self._children:
+                self._spawn(name)
+
+    def configure(self, *, run: str, epoch: int, log_folder: Path) -> None:
+        self._lines.append({"run": run, "epoch": epoch, "log_folder": str(log_folder)})
+        self._tell_all()
 
     def connect(self, scheduler: str) -> None:
-        self._scheduler = scheduler
-        for child in self._children.values():
-            self._tell_scheduler(child)
+        self._lines.append({"scheduler": scheduler})
+        self._tell_all()
 
     def dead(self) -> Iterator[tuple[str, str]]:
         """(worker, how it ended) of those that died since the last call; each is started again, unless dropped."""
@@ -71,6 +76,8 @@ class LocalWorkers:
         """Ends all workers: first by closing their standard input, in the end by force."""
         for child in self._children.values():
             _close_pipe(child)
+            if not self._lines:
+                child.process.kill()  # it was only warming up
         for child in self._children.values():
             try:
                 child.process.wait(wait_s)
@@ -81,7 +88,7 @@ class LocalWorkers:
         self._children.clear()
 
     def _spawn(self, name: str) -> None:
-        with (self.log_folder / f"worker-{name}.log").open("ab") as log:
+        with (self.scratch / f"worker-{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "batchinfer.cluster.worker_process", str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -90,23 +97,21 @@ class LocalWorkers:
                 text=True,
                 bufsize=1,
             )
-        child = _Child(process)
-        self._children[name] = child
-        config = {
+        self._children[name] = child = _Child(process)
+        warm = {
             "name": name,
-            "run": self.run,
-            "epoch": self.epoch,
             "num_threads": self.num_threads,
+            "preload": list(self.preload),
             "scratch": str(self.scratch),
-            "engine_log": str(self.log_folder / f"engine-{name}.log"),
         }
-        _write(child, config)
-        self._tell_scheduler(child)
+        _write(child, warm)
+        self._tell_all()
 
-    def _tell_scheduler(self, child: _Child) -> None:
-        if self._scheduler is not None and not child.told:
-            child.told = True
-            _write(child, {"scheduler": self._scheduler})
+    def _tell_all(self) -> None:
+        for child in self._children.values():
+            for line in self._lines[child.told :]:
+                _write(child, line)
+            child.told = len(self._lines)
 
 
 def _write(child: _Child, message: dict[str, object]) -> None:

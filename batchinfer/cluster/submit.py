@@ -1,7 +1,8 @@
 """The whole of a run: from a checked job to parts on disk. Used by the command line and by the Python API.
 
-Order matters for the start: workers, and with them their engines, are started as soon as the job is frozen; Dask is
-imported and the scheduler comes up while the model loads. Nothing here prints.
+Order matters for the start: workers and their engines have been warming up since before this module was
+imported (`cluster.warm`); they are told what to load as soon as the job is frozen, and Dask's scheduler comes up
+meanwhile. Nothing here prints.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,8 +68,18 @@ class Listener:
     progress: Callable[[Progress], None] = lambda progress: None
 
 
-def run_job(spec: JobSpec, *, fresh: bool = False, extend: bool = False, listener: Listener | None = None) -> JobResult:
-    """Runs a job, or goes on with it. Raises Interrupted, FailureLimitReached, ConfigError, BatchinferError."""
+def run_job(
+    spec: JobSpec,
+    workers: LocalWorkers,
+    *,
+    fresh: bool = False,
+    extend: bool = False,
+    listener: Listener | None = None,
+) -> JobResult:
+    """Runs a job, or goes on with it. Raises Interrupted, FailureLimitReached, ConfigError, BatchinferError.
+
+    workers   from `cluster.warm.local_workers`, started or not
+    """
     start = time.monotonic()
     listener = listener or Listener()
     level = determinism.instruction_level()
@@ -83,11 +92,13 @@ def run_job(spec: JobSpec, *, fresh: bool = False, extend: bool = False, listene
             listener.said(f"the old output was moved to {aside}")
     with _driving(job, listener) as lock:
         job = freeze_job(job)
-        rows_run, notes = _run(job, lock, listener)
+        rows_run, notes = _run(job, lock, workers, listener)
         return _result(job, rows_run, notes, start)
 
 
-def retry_job(spec: JobSpec, *, error_class: str | None = None, listener: Listener | None = None) -> JobResult:
+def retry_job(
+    spec: JobSpec, workers: LocalWorkers, *, error_class: str | None = None, listener: Listener | None = None
+) -> JobResult:
     """Runs failed rows again and replaces them. Raises like `run_job`."""
     start = time.monotonic()
     listener = listener or Listener()
@@ -100,7 +111,7 @@ def retry_job(spec: JobSpec, *, error_class: str | None = None, listener: Listen
             listener.said("no row is to be run again")
             return _result(whole, 0, (), start)
         listener.said(f"{plan.num_rows} rows are run again")
-        rows_run, notes = _run(plan.job, lock, listener)
+        rows_run, notes = _run(plan.job, lock, workers, listener)
         finish_retry(plan.job)
         return _result(whole, rows_run, notes, start)
 
@@ -121,7 +132,7 @@ def _driving(job: ResolvedJob, listener: Listener) -> Iterator[DriverLock]:
             raise
 
 
-def _run(job: ResolvedJob, lock: DriverLock, listener: Listener) -> tuple[int, list[str]]:
+def _run(job: ResolvedJob, lock: DriverLock, workers: LocalWorkers, listener: Listener) -> tuple[int, list[str]]:
     """Runs what is not in parts yet: how many rows that were, and what is worth a word in the end."""
     windows = job.windows()
     committed = find_committed(job, windows)
@@ -143,7 +154,7 @@ def _run(job: ResolvedJob, lock: DriverLock, listener: Listener) -> tuple[int, l
 
     told = Listener(said=listener.said, progress=progressed)
     try:
-        notes = run_on_local_workers(job, run, lock, state, committed, told)
+        notes = run_on_local_workers(job, run, lock, state, committed, workers, told)
     except BatchinferError as error:
         ends: dict[type, State] = {Interrupted: "interrupted", FailureLimitReached: "failure_limit"}
         writer.end(ends.get(type(error), "failed"), str(error))
@@ -175,85 +186,69 @@ def limits_of(spec: JobSpec) -> Limits:
     return Limits(max_failed_rows=None if most == "auto" else most)
 
 
-def fair_threads(num_workers: int) -> int:
-    """CPU threads of each engine, so that engines do not fight for cores."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
-    return max(1, cores // num_workers)
-
-
 def run_on_local_workers(
     job: ResolvedJob,
     run: str,
     lock: DriverLock,
     state: JobState,
     committed: Committed,
+    workers: LocalWorkers,
     listener: Listener,
 ) -> list[str]:
     """Runs until the job is done; returns what is worth a word in the end. Raises what ended it otherwise."""
-    num_workers = job.spec.cluster.workers
-    num_threads = job.spec.engine.num_threads or fair_threads(num_workers)
-    scratch = Path(tempfile.mkdtemp(prefix="batchinfer-dask-"))
     log_folder = job.layout.state / "logs"
-    workers = LocalWorkers(
-        run=run,
-        epoch=lock.epoch,
-        num_workers=num_workers,
-        num_threads=num_threads,
-        log_folder=log_folder,
-        scratch=scratch,
-    )
     signals = _Signals()
     with signals:
         workers.start()
+        workers.configure(run=run, epoch=lock.epoch, log_folder=log_folder)
+        from batchinfer.cluster.dask_settings import apply_settings
+
+        apply_settings()
+        from distributed import Client, LocalCluster
+
+        from batchinfer.cluster.coordinator import Coordinator
+        from batchinfer.cluster.engine_plugin import EnginePlugin, SchedulerNews
+
+        cluster = LocalCluster(
+            n_workers=0,
+            threads_per_worker=1,
+            dashboard_address=None,
+            host="127.0.0.1",
+            silence_logs=logging.CRITICAL,
+        )
+        client = Client(cluster)
         try:
-            from batchinfer.cluster.dask_settings import apply_settings
-
-            apply_settings()
-            from distributed import Client, LocalCluster
-
-            from batchinfer.cluster.coordinator import Coordinator
-            from batchinfer.cluster.engine_plugin import EnginePlugin, SchedulerNews
-
-            cluster = LocalCluster(
-                n_workers=0,
-                threads_per_worker=1,
-                dashboard_address=None,
-                host="127.0.0.1",
-                silence_logs=logging.CRITICAL,
+            coordinator = Coordinator(
+                job=job,
+                run=run,
+                epoch=lock.epoch,
+                state=state,
+                client=client,
+                workers=workers,
+                base=committed.tally,
+                parts_done=len(committed.chunks),
+                names=workers.names,
+                on_progress=listener.progress,
+                lost_lock=lambda: lock.lost,
             )
-            client = Client(cluster)
-            try:
-                coordinator = Coordinator(
-                    job=job,
+            signals.tell(coordinator.stop)
+            client.register_plugin(SchedulerNews())
+            client.register_plugin(
+                EnginePlugin(
                     run=run,
                     epoch=lock.epoch,
-                    state=state,
-                    client=client,
-                    workers=workers,
-                    base=committed.tally,
-                    parts_done=len(committed.chunks),
-                    names=workers.names,
-                    on_progress=listener.progress,
-                    lost_lock=lambda: lock.lost,
+                    num_threads=workers.num_threads,
+                    preload=workers.preload,
+                    log_folder=str(log_folder),
                 )
-                signals.tell(coordinator.stop)
-                client.register_plugin(SchedulerNews())
-                client.register_plugin(
-                    EnginePlugin(run=run, epoch=lock.epoch, num_threads=num_threads, log_folder=str(log_folder))
-                )
-                workers.connect(cluster.scheduler_address)
-                end = coordinator.run()
-            finally:
-                workers.close()
-                with contextlib.suppress(Exception):  # its workers are gone: it may complain, and need not be heard
-                    client.close(timeout=2)
-                    cluster.close(timeout=2)
+            )
+            workers.connect(cluster.scheduler_address)
+            end = coordinator.run()
         finally:
             workers.close()
-            shutil.rmtree(scratch, ignore_errors=True)
+            with contextlib.suppress(Exception):  # its workers are gone: it may complain, and need not be heard
+                client.close(timeout=2)
+                cluster.close(timeout=2)
     match end.outcome:
         case "done":
             return coordinator.notes

@@ -1,7 +1,8 @@
 """A worker on this machine: `python -m batchinfer.cluster.worker_process PARENT_PID`, started by `cluster.local`.
 
-The first line of its standard input says what to do. The engine process is started before Dask is even imported,
-so that the model loads while everything else comes up. The end of standard input means that the driver is gone.
+Told in three lines on its standard input, each as soon as it is known: what to warm up, what to run, where the
+scheduler is. The engine process is started before Dask is even imported, so that libraries and model load while
+everything else comes up. The end of standard input means that the driver is gone.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from batchinfer.cluster.engine_host import EngineHost
-from batchinfer.cluster.lifecycle import end_with_parent, exit_after, in_thread, leave_interrupts_to_the_driver
+from batchinfer.cluster.lifecycle import (
+    end_with_parent,
+    exit_after,
+    in_thread,
+    leave_interrupts_to_the_driver,
+    log_to,
+)
 
 started_engine: EngineHost | None = None
 
@@ -22,34 +30,42 @@ started_engine: EngineHost | None = None
 def main() -> int:
     end_with_parent(int(sys.argv[1]))
     leave_interrupts_to_the_driver()
-    config = json.loads(sys.stdin.readline())
+    warm = _told()
     host = EngineHost(
-        run=config["run"],
-        epoch=config["epoch"],
-        name=config["name"],
-        num_threads=config["num_threads"],
-        log=config["engine_log"],
+        name=warm["name"],
+        num_threads=warm["num_threads"],
+        preload=warm["preload"],
+        log=Path(warm["scratch"]) / f"engine-{warm['name']}.log",
     )
     host.start()
+    from batchinfer.cluster.dask_settings import apply_settings
+
+    apply_settings()
+    import distributed  # noqa: F401  while there is nothing else to do
+
+    config = _told()
+    folder = Path(config["log_folder"])
+    host.configure(run=config["run"], epoch=config["epoch"], log=folder / f"engine-{warm['name']}.log")
+    log_to(folder / f"worker-{warm['name']}.log")
     # The plugin finds the engine under this module's importable name, not under __main__.
     import batchinfer.cluster.worker_process as importable
 
     importable.started_engine = host
-    return _serve(config, host)
+    return _serve(_told()["scheduler"], warm, host)
 
 
-def _serve(config: dict[str, Any], host: EngineHost) -> int:
+def _told() -> dict[str, Any]:
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)  # the driver has no use for us, or is gone; the engine ends with us
+    told: dict[str, Any] = json.loads(line)
+    return told
+
+
+def _serve(scheduler: str, config: dict[str, Any], host: EngineHost) -> int:
     import asyncio
 
-    from batchinfer.cluster.dask_settings import apply_settings
-
-    apply_settings()
     from distributed import Worker
-
-    scheduler = json.loads(sys.stdin.readline() or "{}").get("scheduler")
-    if scheduler is None:
-        host.close(2.0)
-        return 1
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
