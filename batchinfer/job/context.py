@@ -6,6 +6,7 @@ deciding anything: all of it follows from the ResolvedJob.
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from batchinfer.data.dataset import InputDataset
 from batchinfer.data.layout import OutputLayout, output_schema
+from batchinfer.errors import InputError
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.modelfiles import ModelFiles, open_model
 from batchinfer.text import PromptRenderer, PromptSpec, SamplingColumns, Tokenizer, load_tokenizer
@@ -56,7 +58,7 @@ def make_context(job: ResolvedJob, files: ModelFiles, dataset: InputDataset) -> 
     renderer = PromptRenderer(prompt_spec(job), tokenizer, files.chat_templates)
     sampling = SamplingColumns(job.semantic["input.sampling_columns"], job.sampling)
     columns = tuple(dict.fromkeys([*renderer.columns(dataset.schema.names), *sampling.columns()]))
-    dataset.check_columns(columns)
+    _check_columns(job, dataset, columns)
     output = output_schema(
         dataset.schema,
         job.semantic["output.columns"],
@@ -73,6 +75,28 @@ def make_context(job: ResolvedJob, files: ModelFiles, dataset: InputDataset) -> 
         sampling=sampling,
         hash_columns=columns,
     )
+
+
+def _check_columns(job: ResolvedJob, dataset: InputDataset, columns: tuple[str, ...]) -> None:
+    """Every column that the job names is there; the message says which key names it."""
+    frozen = job.semantic
+    keys: dict[str, str] = dict.fromkeys(columns, "input")
+    for key in ("prompt", "messages"):
+        if frozen[f"input.{key}"] is not None:
+            keys = dict.fromkeys(columns, f"input.{key}")
+    for key in ("prompt_column", "messages_column", "tools_column"):
+        if frozen[f"input.{key}"] is not None:
+            keys[frozen[f"input.{key}"]] = f"input.{key}"
+    for name, column in frozen["input.sampling_columns"].items():
+        keys[column] = f"input.sampling_columns.{name}"
+    if job.spec.input.id_column is not None:
+        keys.setdefault(job.spec.input.id_column, "input.id_column")
+    for column, key in keys.items():
+        try:
+            dataset.check_columns([column])
+        except InputError as error:
+            close = difflib.get_close_matches(column, dataset.schema.names, n=1)
+            raise InputError(f"{key}: {error}" + (f"; did you mean {close[0]!r}?" if close else "")) from None
 
 
 def prompt_spec(job: ResolvedJob) -> PromptSpec:

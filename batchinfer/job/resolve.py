@@ -254,8 +254,6 @@ def _max_model_len(spec: JobSpec, files: ModelFiles) -> tuple[str, int, str]:
 def check_columns(job: ResolvedJob, context: JobContext) -> None:
     """The columns that prompts come from are of types that can work: said before the start, not row by row."""
     spec, dataset = job.spec.input, context.dataset
-    if spec.id_column is not None:
-        dataset.check_columns([spec.id_column])
     types = {field.name: str(field.type) for field in dataset.schema}
     mixed = {name for file in dataset.files for name in file.mixed}
     for key, column, words in (

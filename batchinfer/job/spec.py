@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from batchinfer.errors import ConfigError
-from batchinfer.job.job_file import JobSource, read_job_file, with_overrides
+from batchinfer.job.job_file import JobSource, KeyPath, read_job_file, with_overrides
 from batchinfer.job.spec_problems import explain, line_of, meaning_problems
 from batchinfer.types.request import SAMPLING_FIELDS
 
@@ -198,18 +198,46 @@ def spec_from_source(source: JobSource) -> JobSpec:
     problems = list(source.problems)
     data = dict(source.data)
     data.setdefault("name", source.default_name)
+    for name, field in JobSpec.model_fields.items():
+        if name in data and data[name] is None and not field.is_required():
+            del data[name]  # a section's name with nothing under it
     spec: JobSpec | None = None
+    wrong: dict[KeyPath, str] = {}
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
-        problems += explain(error, source, known_keys())
-    problems += meaning_problems(data, source)
+        wrong = explain(error, source, known_keys())
+    problems += wrong.values()
+    problems += meaning_problems(data, source, wrong)
+    if spec is not None and not problems:
+        problems += _prompt_problems(spec.input, source)
     if problems or spec is None:
         ordered = sorted(dict.fromkeys(problems), key=line_of)
         head = f"{source.label}: " if len(ordered) > 1 else ""
         head += f"{len(ordered)} problems in the job\n  " if len(ordered) > 1 else ""
         raise ConfigError(head + "\n  ".join(ordered))
     return _absolute(spec, source.base)
+
+
+def _prompt_problems(section: InputSpec, source: JobSource) -> list[str]:
+    """Templates that can't be read, options that do not go together: by the text room's own rules."""
+    from batchinfer.text import PromptSpec  # not at the top: it loads tokenizers, which a broken job file never needs
+
+    try:
+        PromptSpec(
+            template=section.prompt,
+            prompt_column=section.prompt_column,
+            messages_column=section.messages_column,
+            messages=section.messages,
+            chat_template=section.chat_template,
+            chat_template_kwargs=section.chat_template_kwargs,
+            tools_column=section.tools_column,
+            control_tokens=section.control_tokens,
+        )
+    except ConfigError as error:
+        key = re.match(r"input\.(\w+)", str(error))
+        return [f"{source.place(('input', key[1]) if key else ('input',))}: {error}"]
+    return []
 
 
 def known_keys() -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -58,8 +58,8 @@ _PLANNED_VALUES: tuple[tuple[KeyPath, tuple[Any, ...], str], ...] = (
 _PROMPT_SOURCES = ("prompt", "prompt_column", "messages_column", "messages")
 
 
-def meaning_problems(data: Mapping[str, Any], source: JobSource) -> list[str]:
-    """What types alone can't say. Looks at raw data, so that it reports beside type problems."""
+def meaning_problems(data: Mapping[str, Any], source: JobSource, wrong: Collection[KeyPath]) -> list[str]:
+    """What types alone can't say. Looks at raw data, so that it reports beside type problems (`wrong`: their keys)."""
 
     def section(name: str) -> Mapping[str, Any]:
         value = data.get(name)
@@ -84,7 +84,8 @@ def meaning_problems(data: Mapping[str, Any], source: JobSource) -> list[str]:
         )
     if isinstance(data.get("input"), Mapping):
         problems += _input_problems(section("input"), source)
-    return problems + _sampling_problems(section("sampling"), source)
+    typed = {key: value for key, value in section("sampling").items() if all(p[:2] != ("sampling", key) for p in wrong)}
+    return problems + _sampling_problems(typed, source)
 
 
 def _sampling_problems(section: Mapping[str, Any], source: JobSource) -> list[str]:
@@ -98,12 +99,8 @@ def _sampling_problems(section: Mapping[str, Any], source: JobSource) -> list[st
             SamplingParams(**{name: value, **({"max_tokens": value} if name == "min_tokens" and value else {})})
             good[name] = value
         except ConfigError as error:
-            if isinstance(value, (int, float, list)) or (name == "stop" and value == ""):  # else the types say it
-                problems.append(
-                    f"{source.place(('sampling', name))}: {str(error).partition(', got')[0]}, got {_short(value)}"
-                )
-        except (TypeError, AttributeError):
-            pass  # a wrong type: said by the type check
+            text = str(error).partition(", got")[0]
+            problems.append(f"{source.place(('sampling', name))}: {text}, got {_short(value)}")
     if not problems and {"min_tokens", "max_tokens"} <= good.keys():
         try:
             SamplingParams(min_tokens=good["min_tokens"], max_tokens=good["max_tokens"])
@@ -136,26 +133,40 @@ def _input_problems(section: Mapping[str, Any], source: JobSource) -> list[str]:
     return problems
 
 
-def explain(error: ValidationError, source: JobSource, keys: Mapping[str, list[str]]) -> list[str]:
+def explain(error: ValidationError, source: JobSource, keys: Mapping[str, list[str]]) -> dict[KeyPath, str]:
     """pydantic's list of errors, one message per key."""
     by_path: dict[KeyPath, list[Any]] = {}
     for item in error.errors(include_url=False):
-        path = tuple(part for part in item["loc"] if _is_key(part, item["loc"]))
+        loc = item["loc"]
+        path = tuple(part for index, part in enumerate(loc) if index < 2 or not _is_tag(part))
         by_path.setdefault(path, []).append(item)
-    return [_message(path, items, source, keys) for path, items in by_path.items()]
+    # Of a value that may be one thing or a list, an item of the list says more than "or one thing".
+    deepest = {path for path in by_path if not any(other != path and other[: len(path)] == path for other in by_path)}
+    return {path: _message(path, by_path[path], source, keys) for path in by_path if path in deepest}
 
 
-def _is_key(part: str | int, loc: tuple[str | int, ...]) -> bool:
-    """Whether a part of pydantic's location is the user's key, not the tag of a union's member."""
+def _is_tag(part: str | int) -> bool:
+    """Whether a part of pydantic's location names the member of a union, not a key of the user's."""
     tags = ("int", "str", "literal['", "list[", "constrained-", "function-", "float", "bool", "[key]")
-    index = loc.index(part)
-    return not (isinstance(part, str) and index >= 2 and part.startswith(tags))
+    return isinstance(part, str) and part.startswith(tags)
+
+
+_WORDS = {
+    "string_type": "text",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "string_too_short": "text that is not empty",
+}
 
 
 def _message(path: KeyPath, items: list[Any], source: JobSource, keys: Mapping[str, list[str]]) -> str:
     at = source.place(path)
     key = dotted(path)
     kind = items[0]["type"]
+    if kind == "invalid_key":
+        return f"{at}: the key {path[-1]!r} is not text; no key of a job file is a number"
     if kind == "extra_forbidden":
         name = str(path[-1])
         if name in _PLANNED_KEYS:
@@ -167,12 +178,23 @@ def _message(path: KeyPath, items: list[Any], source: JobSource, keys: Mapping[s
     value = items[0]["input"]
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"{at}: {key} must be a section of key: value lines, got {_short(value)}"
-    wants = []
-    for item in items:
-        text = re.sub(r"^(Input should be|Value error,)\s*", "", str(item["msg"]))
-        text = re.sub(r"^must be\s+", "", text)
-        wants.append(re.sub(r"^(a )?valid (\w+)$", r"a valid \2", text))
+    wants = [_wanted(path, item) for item in items]
     return f"{at}: {key} must be {' or '.join(dict.fromkeys(wants))}, got {_short(value)}"
+
+
+def _wanted(path: KeyPath, item: Mapping[str, Any]) -> str:
+    context = item.get("ctx", {})
+    match item["type"]:
+        case "literal_error":
+            absent = next((values for known, values, _ in _PLANNED_VALUES if known == path), ())
+            there = [name for name in re.findall(r"'([^']+)'", context["expected"]) if name not in absent]
+            return " or ".join(filter(None, (", ".join(there[:-1]), there[-1])))
+        case "greater_than_equal":
+            return f"at least {context['ge']}"
+        case "less_than_equal":
+            return f"at most {context['le']}"
+    text = re.sub(r"^(Input should be|Value error,)\s*(must be\s+)?", "", str(item["msg"]))
+    return _WORDS.get(item["type"], text)
 
 
 def _suggest(path: KeyPath, keys: Mapping[str, list[str]]) -> str:
@@ -199,7 +221,7 @@ def _did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -186,7 +186,9 @@ def test_unreadable_manifest_is_said_so(half_done):
 @pytest.mark.parametrize(
     ("columns", "sections", "error", "named"),
     [
-        ({"q": ["a"]}, {}, InputError, "no column 'prompt'"),
+        ({"q": ["a"]}, {}, InputError, "input.prompt_column: "),
+        ({"prompts": ["a"]}, {}, InputError, "no column 'prompt'; its columns are: prompts; did you mean 'prompts'?"),
+        ({"q": ["a"]}, {"input": {"prompt_column": None, "prompt": "{x}"}}, InputError, "input.prompt: "),
         ({"prompt": ["a"]}, {"input": {"sampling_columns": {"seed": "s"}}}, InputError, "no column 's'"),
         ({"prompt": ["a"]}, {"input": {"id_column": "id"}}, InputError, "no column 'id'"),
         ({"prompt": ["a"]}, {"output": {"columns": ["x"]}}, InputError, "'x'"),

@@ -109,12 +109,12 @@ cluser: {workers: 2}
         ":3: unknown key model.dtyp; did you mean dtype?",
         ":7: input needs exactly one of prompt, prompt_column, messages_column, messages: "
         "found prompt and prompt_column",
-        ":8: input.limit must be greater than or equal to 0, got -3",
-        ":11: output.columns must be 'all' or a valid list, got 5",
+        ":8: input.limit must be at least 0, got -3",
+        ":11: output.columns must be all or a list, got 5",
         ":12: unknown key sampling.temprature; did you mean temperature?",
         ":12: sampling.top_p must be above 0 and at most 1, got 3",
         ":13: unknown key engine.max_tokens; did you mean sampling.max_tokens?",
-        ":13: engine.max_num_seqs must be 'auto' or a valid integer, got 'many'",
+        ":13: engine.max_num_seqs must be auto or an integer, got 'many'",
         ":14: unknown key cluser; did you mean cluster?",
     ):
         assert part in message, message
@@ -126,10 +126,10 @@ cluser: {workers: 2}
     [
         ("name: gsm8k", "name: gsm8k\nname: b", "name is given twice (first on line 1)"),
         ("  path: out/gsm8k", "  path: a\n  path: b", "output.path is given twice"),
-        ("temperature: 0.0", "temperature: hot", "sampling.temperature must be a valid number, got 'hot'"),
+        ("temperature: 0.0", "temperature: hot", "sampling.temperature must be a number, got 'hot'"),
         ("temperature: 0.0", "temperature: -1", "sampling.temperature must be a finite number of at least 0"),
         ("max_tokens: 256", "max_tokens: 0", "sampling.max_tokens must be at least 1"),
-        ("max_tokens: 256", "max_tokens: true", "sampling.max_tokens must be a valid integer"),
+        ("max_tokens: 256", "max_tokens: true", "sampling.max_tokens must be an integer"),
         ("max_tokens: 256", "max_tokens: 4, min_tokens: 5", "min_tokens (5) is larger than"),
         ('stop: ["###"]', 'stop: [""]', "sampling.stop must be a list of non-empty strings"),
         ("  prompt: ", "  promt: ", "found none"),
@@ -138,6 +138,13 @@ cluser: {workers: 2}
         ("model:\n  path: model.gguf\n", "model: model.gguf\n", "model must be a section of key: value lines"),
         ("name: gsm8k", "name: gsm8k\nx: [1, 2", "not valid YAML"),
         ("name: gsm8k", "name: a: b", "must be quoted"),
+        ('stop: ["###"]', "stop: [5]", "sampling.stop[0] must be text, got 5"),
+        ("model:\n  path: model.gguf\n", "model:\n", "model must be a section of key: value lines, got nothing"),
+        ("name: gsm8k", "1: 2", "the key 1 is not text"),
+        ("{question}", "{question", "input.prompt: a single '{' at character"),
+        ("output:", "  chat_template: x\noutput:", "input.chat_template needs input.messages_column"),
+        ("output:", "  control_tokens: no\noutput:", "must be auto, text or parse, got false"),
+        ("sampling:", "cluster: {kind: ray}\nsampling:", "cluster.kind must be local, got 'ray'"),
     ],
 )
 def test_one_problem_one_line(tmp_path, find, replace, expected):
@@ -192,6 +199,11 @@ def test_set_overrides_in_order_and_reads_values_as_yaml(tmp_path):
         JobSpec.from_yaml(path, overrides=["workers"])
     with pytest.raises(ConfigError, match="name is not a section"):
         JobSpec.from_yaml(path, overrides=["name.x=1"])
+
+
+def test_section_with_nothing_under_it_is_as_good_as_none(tmp_path):
+    spec = JobSpec.from_yaml(write(tmp_path, GOOD + "engine:\ncluster:\n"))
+    assert spec.engine == EngineSpec() and spec.cluster.workers == 1
 
 
 def test_files_that_are_not_job_files(tmp_path):
