@@ -7,6 +7,7 @@ small results that `merge_surveys` adds up, so that a cluster can share the work
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -205,15 +206,22 @@ def num_weights(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return layers * (attention + 3 * hidden * inner), hidden * vocab
 
 
-def measured_flops(seconds: float = 0.15) -> float:
-    """Floating-point operations per second of float32 products on this machine, by doing some."""
-    a = np.ones((512, 512), dtype=np.float32)
-    a @ a
+def measured_flops(seconds: float = 0.05) -> float:
+    """Floating-point operations per second of one core in float32 products, by doing some.
+
+    They are so small that the library does not spread them over threads: that would measure who else is at work here.
+    """
+    a = np.ones((64, 64), dtype=np.float32)
+    result = a @ a
     best, end = float("inf"), time.perf_counter() + seconds
     while (begin := time.perf_counter()) < end:
-        a @ a
-        best = min(best, time.perf_counter() - begin)  # the fastest: others may be using the machine
-    return 2 * 512**3 / best
+        np.matmul(a, a, out=result)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * 64**3 / best
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _predict(files: ModelFiles, survey: Survey) -> tuple[float | None, str]:
@@ -221,12 +229,13 @@ def _predict(files: ModelFiles, survey: Survey) -> tuple[float | None, str]:
     if weights is None:
         return None, "no prediction: the model's config does not say how large its layers are"
     layers, head = weights
-    rate = measured_flops() * EFFICIENCY
+    cores = _num_cores()
+    rate = measured_flops() * cores * EFFICIENCY
     operations = 2 * layers * (survey.computed_tokens + survey.output_tokens) + 2 * head * survey.output_tokens
     return operations / rate, (
         f"two operations per weight and token: {survey.computed_tokens:,} prompt tokens to compute and "
         f"{survey.output_tokens:,} output tokens (each row's max_tokens, at most 256 a sample; rows that stop earlier "
-        f"make it shorter), at {rate / 1e9:.0f} GFLOP/s ({EFFICIENCY:.0%} of this machine's measured rate of products)"
+        f"make it shorter), at {rate / 1e9:.0f} GFLOP/s ({EFFICIENCY:.0%} of the rate of products measured here, {cores} cores)"
     )
 
 
