@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.data.cursors import close_cursors
 from batchinfer.data.prepared import PreparedRows
 from batchinfer.job.context import JobContext, open_context
 from batchinfer.job.manifest import ResolvedJob
@@ -101,7 +102,9 @@ def plan_report(job: ResolvedJob, *, on_window: Callable[[Survey], None] | None 
         survey = merge_surveys([survey, survey_window(job, window)])
         if on_window is not None:
             on_window(survey)
-    return finish_report(job, survey)
+    report = finish_report(job, survey)
+    close_cursors()
+    return report
 
 
 def survey_window(job: ResolvedJob, window: Window) -> Survey:
@@ -235,7 +238,8 @@ def _predict(files: ModelFiles, survey: Survey) -> tuple[float | None, str]:
     return operations / rate, (
         f"two operations per weight and token: {survey.computed_tokens:,} prompt tokens to compute and "
         f"{survey.output_tokens:,} output tokens (each row's max_tokens, at most 256 a sample; rows that stop earlier "
-        f"make it shorter), at {rate / 1e9:.0f} GFLOP/s ({EFFICIENCY:.0%} of the rate of products measured here, {cores} cores)"
+        f"make it shorter), at {rate / 1e9:.0f} GFLOP/s ({EFFICIENCY:.0%} of the rate of products measured here "
+        f"on {cores} cores)"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from batchinfer.data.cursors import close_cursors
 from batchinfer.data.parts import BrokenPart, read_footer, verify_part
 from batchinfer.data.values import ValueHasher
 from batchinfer.errors import InputError
@@ -49,7 +50,9 @@ class ChunkVerdict:
 def verify_job(job: ResolvedJob) -> VerifyReport:
     """Checks every chunk's part, and that no other parts lie in the folder."""
     verdicts = (verify_chunk(job, chunk) for chunk in job_chunks(job))
-    return collect_verdicts(job, verdicts)
+    report = collect_verdicts(job, verdicts)
+    close_cursors()
+    return report
 
 
 def collect_verdicts(job: ResolvedJob, verdicts: Iterator[ChunkVerdict]) -> VerifyReport:

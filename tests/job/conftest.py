@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.data.cursors import close_cursors
 from batchinfer.data.prepared import read_prepared
 from batchinfer.data.segments import ResultRow, SegmentName, compact_unit, write_segment
 from batchinfer.job.cleaning import clean_window
@@ -107,6 +108,13 @@ class Workshop:
 
 def sample(index: int, text: str) -> CompletionOutput:
     return CompletionOutput(index=index, text=text, token_ids=(5, 6, 7), finish_reason="stop")
+
+
+@pytest.fixture(autouse=True)
+def no_open_inputs():
+    """Readers that planning keeps for the next slice are closed with the test."""
+    yield
+    close_cursors()
 
 
 @pytest.fixture
