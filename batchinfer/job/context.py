@@ -38,7 +38,8 @@ class JobContext:
 
 def open_context(job: ResolvedJob) -> JobContext:
     """The job's context, built at the first call in this process."""
-    key = (str(job.layout.output), job.fingerprint, job.spec.model.path, str(job.spec.input), len(job.generations))
+    read = hash(tuple((file["uri"], file["fingerprint"], file["num_rows"]) for file in job.input["files"]))
+    key = (str(job.layout.output), job.fingerprint, job.spec.model.path, str(job.spec.input), read)
     with _lock:
         context = _open.pop(key, None)
         if context is None:

@@ -12,7 +12,7 @@ import pytest
 
 from batchinfer.job import planner
 from batchinfer.job import windows as windows_module
-from batchinfer.job.manifest import freeze_job, load_run, save_run
+from batchinfer.job.manifest import freeze_job, load_run, move_aside, save_run
 from batchinfer.job.report import summarize
 from batchinfer.job.resolve import resolve_job
 from batchinfer.job.verify import verify_job
@@ -123,3 +123,22 @@ def test_pass_through_types_and_large_ids(shop):
     assert table["id"].combine_chunks().equals(ids) and table["t"].type == stamps.type
     assert table["s"].to_pylist() == ["007", None, "1"]
     assert verify_job(job).ok
+
+
+def test_no_input_columns_carried(shop):
+    shop.write("a.parquet", {"prompt": ["a", None]})
+    job = shop.submit(output={"columns": []})
+    assert pq.read_schema(shop.parts()[0]).names[0] == "source_file"
+    assert verify_job(job).ok
+
+
+def test_same_job_over_another_input_in_one_process(shop):
+    """Opened inputs are kept per process: not past the input that they were opened for."""
+    for prompts in (["a", "b"], ["c", "d", "e"]):
+        shop.write("a.parquet", {"prompt": prompts})
+        job = resolve_job(shop.spec(sampling={"seed": 1}), ignore_existing=True)
+        move_aside(job.layout)
+        job = freeze_job(job)
+        shop.run(job)
+        assert [row["completion"] for row in shop.read()] == [f"echo {p}" for p in prompts]
+        assert verify_job(job).ok
