@@ -135,7 +135,8 @@ def _record_batches(
     schema = opener(source).schema
     options = None
     if columns is not None:
-        fields = [schema.get_field_index(name) for name in columns if name in schema.names]
+        wanted = frozenset(columns)
+        fields = [i for i, name in enumerate(schema.names) if name in wanted]
         if fields:  # an empty list would mean all
             options = pa.ipc.IpcReadOptions(included_fields=fields)
     source.seek(0)

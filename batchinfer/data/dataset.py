@@ -85,9 +85,10 @@ class InputDataset:
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """InputError that names missing columns and lists those that are there."""
-        missing = [name for name in columns if name not in self.schema.names]
+        names = self.schema.names
+        missing = sorted(set(columns) - set(names))
         if missing:
-            there = ", ".join(self.schema.names[:30]) + (", …" if len(self.schema.names) > 30 else "")
+            there = ", ".join(names[:30]) + (", …" if len(names) > 30 else "")
             raise InputError(
                 f"the input {self.path} has no column {', '.join(map(repr, missing))}; its columns are: {there}"
             )
@@ -105,7 +106,10 @@ class InputDataset:
         wanted = None if columns is None else tuple(columns)
         if wanted is not None:
             self.check_columns(wanted)
-        schema = self.schema if wanted is None else pa.schema([self.schema.field(name) for name in wanted])
+        schema = self.schema
+        if wanted is not None:
+            fields = {entry.name: entry for entry in self.schema}  # schema.field(name) looks at every field
+            schema = pa.schema([fields[name] for name in wanted])
         row = start
         key = (source.uri, source.fingerprint, wanted, self.schema)
         # A file that can't be sought is read on from any earlier place.

@@ -8,6 +8,7 @@ their values, run-end encoding to plain. Not here: writing (see `parts`).
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -65,24 +66,25 @@ def output_schema(
 ) -> OutputLayout:
     """The output's layout. InputError on unknown columns, on clashing names (all of them listed), on types that
     Parquet can't hold."""
+    known = {field.name: field for field in input_schema}
     if columns == "all":
-        carried = list(input_schema.names)
+        carried = list(known)
     else:
         carried = list(columns)
-        missing = [name for name in carried if name not in input_schema.names]
+        missing = [name for name in carried if name not in known]
         if missing:
             raise InputError(
                 f"output.columns names {', '.join(map(repr, missing))}, which the input does not have; its columns "
-                f"are: {', '.join(input_schema.names)}"
+                f"are: {', '.join(known)}"
             )
-        twice = sorted({name for name in carried if carried.count(name) > 1})
+        twice = sorted(name for name, count in Counter(carried).items() if count > 1)
         if twice:
             raise InputError(f"output.columns names {', '.join(map(repr, twice))} twice")
     results = _result_fields(lists, token_ids, logprobs)
     _refuse_clashes(carried, [prefix + field.name for field in results], prefix)
     fields = []
     for name in carried:
-        field = input_schema.field(name)
+        field = known[name]
         try:
             fields.append(field.with_type(storable(field.type)).with_nullable(True))
         except _Unstorable as error:

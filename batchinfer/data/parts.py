@@ -80,8 +80,11 @@ def write_part(
     Raises BatchinferError that names the rows without a result, InputError when the input changed.
     """
     _check_complete(results, start, stop, dataset.files[file].name)
-    needed = list(layout.input_columns) + [name for name in hash_columns if name not in layout.input_columns]
-    changed = [n for n in layout.input_columns if dataset.schema.field(n).type != layout.schema.field(n).type]
+    carried = frozenset(layout.input_columns)
+    needed = list(layout.input_columns) + [name for name in hash_columns if name not in carried]
+    kinds = {field.name: field.type for field in dataset.schema}
+    stored = zip(layout.input_columns, layout.schema.types, strict=False)
+    changed = [column for column, kind in stored if kind != kinds[column]]
     hashes = _PartHashes(needed, changed, layout.result_names)
     name = dataset.files[file].name
     pending: list[pa.RecordBatch] = []
@@ -214,11 +217,9 @@ class _DictionaryWidths:
 
 
 def _join(batch: RowBatch, name: str, results: pa.Table, layout: OutputLayout) -> pa.RecordBatch:
-    """One output batch: carried columns, then result columns."""
-    arrays = []
-    for column in layout.input_columns:
-        stored = layout.schema.field(column).type
-        arrays.append(_store(batch.table.column(column), stored, column))
+    """One output batch: carried columns (the batch's first, in order), then result columns."""
+    carried = zip(layout.input_columns, batch.table.columns, layout.schema.types, strict=False)
+    arrays = [_store(array, stored, column) for column, array, stored in carried]
     n = batch.table.num_rows
     flat = pa.RecordBatch.from_arrays([_one(results[c]) for c in RESULT_SCHEMA.names], schema=RESULT_SCHEMA)
     for plain, _ in layout.result_columns:

@@ -62,11 +62,11 @@ def _scalar_to_python(value: pa.Scalar) -> Any:
 def in_schema(batch: RowBatch, schema: pa.Schema) -> RowBatch:
     """The batch in the united schema."""
     errors = dict(batch.errors)
-    names = batch.table.schema.names
+    places = {name: i for i, name in enumerate(batch.table.schema.names)}
     arrays = []
     for target in schema:
-        if target.name in names:
-            array = batch.table.column(names.index(target.name))
+        if target.name in places:
+            array = batch.table.column(places[target.name])
             arrays.append(_conform_column(array, target, batch.start, errors))
         else:
             arrays.append(pa.nulls(batch.table.num_rows, target.type))
