@@ -1,0 +1,104 @@
+"""The engine over tiny real models gives what transformers gives, however the work is cut (cases B02, B04, B70)."""
+
+from __future__ import annotations
+
+from batchinfer_kernels.determinism import prepare
+
+prepare()  # before anything loads torch
+
+import random  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+from batchinfer import LLM, SamplingParams  # noqa: E402
+from batchinfer.testing.oracle import Oracle  # noqa: E402
+from batchinfer.testing.tiny import make_tiny  # noqa: E402
+from batchinfer.types.request import RequestOutput  # noqa: E402
+
+NEAR_TIE = 1e-3
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+def llm(model: Path, **options: object) -> LLM:
+    settings: dict[str, object] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory": 1 << 25}
+    return LLM(model=str(model), **{**settings, **options})  # type: ignore[arg-type]
+
+
+def assert_right(oracle: Oracle, output: RequestOutput) -> None:
+    assert output.error is None, output.error
+    for sample in output.outputs:
+        for place, behind in oracle.disagreements(list(output.prompt_token_ids), list(sample.token_ids)):
+            assert behind < NEAR_TIE, f"request {output.request_id}: another token at {place}, by {behind}"
+
+
+def ids(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 380) for _ in range(count)]
+
+
+@pytest.mark.parametrize("budget", [16, 512])
+def test_lengths_around_a_block(model: Path, oracle: Oracle, budget: int) -> None:
+    engine = llm(model, max_num_batched_tokens=budget, max_num_seqs=8)
+    for length in (15, 16, 17, 31, 32, 33, 48):
+        prompt = ids(length, seed=length)
+        first = engine.generate([prompt], GREEDY)
+        again = engine.generate([prompt, prompt], GREEDY)
+        assert [o.num_cached_tokens for o in again] == [(length - 1) // 16 * 16] * 2
+        assert len({o.outputs[0].token_ids for o in [*first, *again]}) == 1
+        assert_right(oracle, first[0])
+
+
+def test_the_same_long_prompt_many_times_before_and_after_eviction(model: Path, oracle: Oracle) -> None:
+    engine = llm(model, max_num_batched_tokens=128, max_num_seqs=16, max_model_len=350, kv_cache_memory=1_700_000)
+    prompt = ids(300, seed=0)
+    prompts = [prompt] * 8 + [prompt[:160] + ids(20, seed=i) for i in range(8)]
+    others = [ids(70, seed=100 + i) for i in range(40)]
+    first = engine.generate(prompts, GREEDY)
+    engine.generate(others, SamplingParams(temperature=0.0, max_tokens=1))
+    manager = engine.engine.scheduler.managers[0]
+    assert manager.num_evictions > 0
+    again = engine.generate(prompts, GREEDY)
+    assert [o.outputs for o in first] == [o.outputs for o in again]
+    for output in (first[0], *first[8:]):
+        assert_right(oracle, output)
+    assert len({o.outputs[0].token_ids for o in first[:8]}) == 1
+    manager.check([])
+    assert manager.num_available == manager.num_blocks
+
+
+def test_texts_samples_and_logprobs(model: Path, oracle: Oracle) -> None:
+    engine = llm(model, max_num_seqs=4)
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=1)
+    outputs = engine.generate(["the question of what", "write a list of names"], params)
+    for output in outputs:
+        assert_right(oracle, output)
+        sample = output.outputs[0]
+        prompt = list(output.prompt_token_ids)
+        expected = oracle.logits([*prompt, *sample.token_ids]).log_softmax(-1)
+        assert sample.logprobs is not None
+        assert output.prompt_logprobs is not None
+        for place, entry in enumerate([*output.prompt_logprobs[1:], *sample.logprobs]):
+            assert entry is not None
+            assert entry.logprob == pytest.approx(float(expected[place, entry.token_id]), abs=1e-3)
+    (output,) = engine.generate("the question", SamplingParams(n=4, seed=1, max_tokens=16, ignore_eos=True))
+    assert len({sample.token_ids for sample in output.outputs}) == 4
+
+
+def test_chat(model: Path, oracle: Oracle) -> None:
+    engine = llm(model)
+    (output,) = engine.chat([{"role": "user", "content": "what is this"}], GREEDY)
+    tokenizer = engine.get_tokenizer()
+    text = tokenizer.decode(list(output.prompt_token_ids), skip_special_tokens=False)
+    assert text == "<|im_start|>user\nwhat is this<|im_end|>\n<|im_start|>assistant\n"
+    assert_right(oracle, output)
