@@ -64,25 +64,15 @@ _QWEN = PreTokenizer(regex=_QWEN2)
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": _GPT2,
     "gpt2": _GPT2,
-    "default": _GPT2,
     "phi-2": _GPT2,
-    "olmo": _GPT2,
-    "jais": _GPT2,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
-    "command-r": _DIGITS,
-    "codeshell": _DIGITS,
-    "exaone": _DIGITS,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
-    "megrez": _QWEN,
-    "stablelm2": _QWEN,
-    "dbrx": PreTokenizer(regex=_CL100K_LIKE),
-    "smaug-bpe": PreTokenizer(regex=_CL100K_LIKE),
     "tekken": PreTokenizer(regex=_TEKKEN, whole_words=True, add_bos=True),
 }
 
@@ -166,10 +156,11 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> GgufTokenizer:
 
 
 def _pre_tokenizer(name: Any) -> PreTokenizer:
-    if name is None:
+    if name in (None, "default"):  # what converters write where they did not know the tokenizer either
         log.warning(
-            "the GGUF file does not say how its tokenizer cuts text (no tokenizer.ggml.pre); taking GPT-2's way. "
-            "If the model is younger than that, name its tokenizer by model.tokenizer"
+            "the GGUF file does not say how its tokenizer cuts text (tokenizer.ggml.pre is %s); taking GPT-2's way. "
+            "If the model is younger than that, name its tokenizer by model.tokenizer",
+            "missing" if name is None else repr(name),
         )
         return _GPT2
     if name not in PRE_TOKENIZERS:

@@ -113,7 +113,6 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._masked: _Backend | None = None
         self._bytes: tuple[TokenBytes | None] | None = None
-        self._max_token_chars: int | None = None
         self.control = backend.control()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,14 +165,6 @@ class Tokenizer:
             table = self._backend.token_bytes(self.vocab_size)
             self._bytes = (None if table is None else table.with_special(self.special_ids),)
         return self._bytes[0]
-
-    @property
-    def max_token_chars(self) -> int:
-        """No token stands for more characters than this: a text of more than n times as many has over n tokens."""
-        if self._max_token_chars is None:
-            pieces = self.token_bytes
-            self._max_token_chars = 1024 if pieces is None else max(map(len, pieces.all), default=1)
-        return self._max_token_chars
 
     def _masked_backend(self) -> _Backend:
         with self._lock:

@@ -329,7 +329,7 @@ def test_demo_ids_equal_apply_chat_template(demo: Tokenizer, demo_files: ModelFi
 # --- B14: over-long prompts, B37: surrogates
 
 
-def test_over_long_prompts_are_error_rows(chatml: Tokenizer) -> None:
+def test_over_long_prompts_are_error_rows(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = PromptRenderer(PromptSpec(prompt_column="p"), chatml)
     word = chatml.encode(" the")
     assert len(word) == 1
@@ -340,6 +340,11 @@ def test_over_long_prompts_are_error_rows(chatml: Tokenizer) -> None:
     for outcome, tokens in zip(got[2:5], ["about", "512", "50,000"], strict=True):
         assert isinstance(outcome, RowError) and outcome.error_class is ErrorClass.PROMPT_TOO_LONG
         assert tokens in outcome.message and "max_model_len is 512" in outcome.message
+    # a long text that does fit is encoded in one piece
+    roomy = prepare_rows(renderer, chatml, [{"p": " the" * 100_000}], max_model_len=100_001)
+    assert roomy == [PreparedRow(word * 100_000)]
+    monkeypatch.setattr("batchinfer.text.prepare._CHARS_PER_TOKEN", 1)
+    assert prepare_rows(renderer, chatml, [{"p": " the" * 100_000}], max_model_len=100_001) == roomy
     chat = PromptRenderer(PromptSpec(messages=[{"role": "user", "content": "{p}"}]), chatml, {"default": CHATML})
     assert isinstance(prepare_rows(chat, chatml, rows[:1], max_model_len=512)[0], RowError)
 
