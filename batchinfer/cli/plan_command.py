@@ -21,13 +21,9 @@ BAR_WIDTH = 40
 def show_plan(
     spec: JobSpec, *, read_rows: bool, extend: bool = False, ignore_existing: bool = False, as_text: Any = click.echo
 ) -> int:
-    from batchinfer_kernels import determinism
+    from batchinfer.cluster.submit import resolve_here
 
-    from batchinfer.job.resolve import resolve_job
-
-    job = resolve_job(
-        spec, extend=extend, ignore_existing=ignore_existing, instruction_level=determinism.instruction_level()
-    )
+    job = resolve_here(spec, extend=extend, ignore_existing=ignore_existing)
     as_text(settings_text(job))
     as_text(work_text(job, ignore_existing))
     if not read_rows:

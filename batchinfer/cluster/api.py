@@ -5,15 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchinfer.cluster.submit import JobResult, Listener, run_job
 from batchinfer.cluster.warm import local_workers
 from batchinfer.errors import ConfigError
 from batchinfer.job.spec import JobSpec
-
-if TYPE_CHECKING:
-    import datasets
 
 Job = JobSpec | Mapping[str, Any] | str | Path
 
@@ -31,20 +28,18 @@ def submit(job: Job, *, fresh: bool = False, extend: bool = False, listener: Lis
         return run_job(spec, workers, fresh=fresh, extend=extend, listener=listener)
 
 
-def map(
-    dataset: datasets.Dataset, job: Job, *, output: str | Path | None = None, listener: Listener | None = None
-) -> datasets.Dataset:
+def map(dataset: Any, job: Job, *, output: str | Path | None = None, listener: Listener | None = None) -> Any:
     """Runs a Hugging Face dataset through a job: the same rows, in the same order, with the output columns.
 
+    dataset  a `datasets.Dataset`, and such a one comes back
     job      as in `submit`, without `input.path`; `output.path` may be left out too
     output   where the result is kept, so that a call with the same dataset goes on after an interruption; default:
              the job's output.path, else a temporary folder that lives as long as this process
     """
-    import datasets as hf
-
-    if not isinstance(dataset, hf.Dataset):
+    kind = type(dataset)
+    if kind.__name__ != "Dataset" or not kind.__module__.startswith("datasets."):
         raise ConfigError(
-            f"batchinfer.map takes a datasets.Dataset, got {type(dataset).__name__}; "
+            f"batchinfer.map takes a datasets.Dataset, got {kind.__name__}; "
             "take one split of a DatasetDict, or submit a job over files"
         )
     data = _as_dict(job)
@@ -60,7 +55,7 @@ def map(
     data["input"] = {**data.get("input", {}), "path": str(source), "format": "parquet"}
     data["output"] = {**data.get("output", {}), "path": str(folder)}
     submit(data, listener=listener)
-    return hf.Dataset.from_parquet([str(path) for path in sorted(folder.glob("part-*.parquet"))])
+    return kind.from_parquet([str(path) for path in sorted(folder.glob("part-*.parquet"))])
 
 
 def as_spec(job: Job) -> JobSpec:

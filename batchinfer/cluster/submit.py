@@ -82,8 +82,7 @@ def run_job(
     """
     start = time.monotonic()
     listener = listener or Listener()
-    level = determinism.instruction_level()
-    job = resolve_job(spec, extend=extend, ignore_existing=fresh, instruction_level=level)
+    job = resolve_here(spec, extend=extend, ignore_existing=fresh)
     if fresh and job.layout.output.exists():
         store = lock_store(job.layout.output)
         DriverLock.claim(store, on_wait=listener.said).release()  # refuses while somebody is at work there
@@ -102,7 +101,7 @@ def retry_job(
     """Runs failed rows again and replaces them. Raises like `run_job`."""
     start = time.monotonic()
     listener = listener or Listener()
-    job = resolve_job(spec, retry=True, instruction_level=determinism.instruction_level())
+    job = resolve_here(spec, retry=True)
     with _driving(job, listener) as lock:
         plan = open_retry(job, error_class)
         whole = load_manifest(job.layout)
@@ -114,6 +113,14 @@ def retry_job(
         rows_run, notes = _run(plan.job, lock, workers, listener)
         finish_retry(plan.job)
         return _result(whole, rows_run, notes, start)
+
+
+def resolve_here(
+    spec: JobSpec, *, extend: bool = False, ignore_existing: bool = False, retry: bool = False
+) -> ResolvedJob:
+    """`job.resolve.resolve_job` for engines on this machine, whose instruction level fixes the bytes."""
+    level = determinism.instruction_level()
+    return resolve_job(spec, extend=extend, ignore_existing=ignore_existing, retry=retry, instruction_level=level)
 
 
 @contextlib.contextmanager
