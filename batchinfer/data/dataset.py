@@ -112,8 +112,9 @@ class InputDataset:
             schema = pa.schema([fields[name] for name in wanted])
         row = start
         key = (source.uri, source.fingerprint, wanted, self.schema)
-        # A file that can't be sought is read on from any earlier place.
-        cursor = take_cursor(key, start, farthest_back=start if source.compression else 0)
+        # Where there is nothing to seek by, reading on from any earlier place beats starting over.
+        blind = source.format == "jsonl" and (source.compression or not source.seek_index)
+        cursor = take_cursor(key, start, farthest_back=start if blind else 0)
         if cursor is None:
             target = Target(start)
             cursor = Cursor(key, target, _open_batches(self, source, wanted, target))

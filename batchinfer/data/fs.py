@@ -26,6 +26,7 @@ TMP_PREFIX = ".tmp-"
 RETRIED = frozenset({errno.ESTALE, errno.EINTR, errno.EAGAIN})
 NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 RETRY_LIMIT_S = 10.0
+VISIBLE_LIMIT_S = 15.0  # how long a shared file system may hide a file that another machine has published
 
 
 @runtime_checkable
@@ -58,6 +59,26 @@ def retrying(action: Callable[[], T], limit_s: float = RETRY_LIMIT_S) -> T:
         except OSError as error:
             if error.errno not in RETRIED or time.monotonic() + pause_s > deadline:
                 raise
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, 1.0)
+
+
+def when_visible(action: Callable[[], T]) -> T:
+    """`retrying` for a file that another process says it has published: absence is waited out as well.
+
+    Where the folder itself is local to this machine or the file is really gone, that costs VISIBLE_LIMIT_S once.
+    """
+    deadline = time.monotonic() + VISIBLE_LIMIT_S
+    pause_s = 0.02
+    while True:
+        try:
+            return retrying(action)
+        except FileNotFoundError as error:
+            if time.monotonic() + pause_s > deadline:
+                raise
+            # A listing makes network file systems ask the server again.
+            with contextlib.suppress(OSError):
+                next(Path(error.filename or ".").parent.iterdir(), None)
         time.sleep(pause_s)
         pause_s = min(pause_s * 2, 1.0)
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinfer.data.fs import publish_file, retrying, temp_for
+from batchinfer.data.fs import publish_file, temp_for, when_visible
 from batchinfer.errors import BatchinferError
 
 Int32: TypeAlias = npt.NDArray[np.int32]
@@ -174,9 +174,9 @@ def write_prepared(path: Path, rows: PreparedRows | Iterable[PreparedRows]) -> b
 
 
 def iter_prepared(path: Path) -> Iterator[PreparedRows]:
-    """The file's rows in batches of at most 65,536. BatchinferError when it is broken."""
+    """The file's rows in batches of at most 65,536. BatchinferError when it is broken or stays invisible."""
     try:
-        with retrying(lambda: pa.OSFile(str(path))) as source, pa.ipc.open_file(source) as reader:
+        with when_visible(lambda: pa.OSFile(str(path))) as source, pa.ipc.open_file(source) as reader:
             for i in range(reader.num_record_batches):
                 yield _from_batch(reader.get_batch(i))
     except (pa.ArrowInvalid, OSError) as error:

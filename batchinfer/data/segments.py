@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinfer.data.fs import publish_file, replace_file, retrying, temp_for
+from batchinfer.data.fs import publish_file, replace_file, retrying, temp_for, when_visible
 from batchinfer.data.prepared import Int32, Int64
 from batchinfer.errors import BatchinferError
 from batchinfer.types.request import CompletionOutput, RequestOutput
@@ -288,7 +288,7 @@ def read_chunk_results(paths: Iterable[Path], chunk: int) -> pa.Table:
     tables = []
     for path in sorted(paths):
         try:
-            with retrying(lambda path=path: pa.OSFile(str(path))) as source, pa.ipc.open_file(source) as reader:  # type: ignore[misc]
+            with when_visible(lambda path=path: pa.OSFile(str(path))) as source, pa.ipc.open_file(source) as reader:  # type: ignore[misc]
                 index = (reader.schema.metadata or {}).get(_INDEX_KEY)
                 if index is None:
                     table = reader.read_all()

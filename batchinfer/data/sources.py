@@ -41,6 +41,7 @@ EXTENSIONS: Mapping[str, FileFormat] = {
     ".ipc": "arrow",
 }
 COMPRESSIONS: Mapping[str, Compression] = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+SIDE_FILES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"})
 FORMATS = ("auto", "parquet", "jsonl", "arrow")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
 EDGE_BYTES = 65_536
@@ -69,7 +70,7 @@ def find_sources(path: str, format: str, storage_options: Mapping[str, Any]) -> 
         local = base.removeprefix("file://")
         if Path(local).is_dir() and (Path(local) / "dataset_dict.json").exists():
             return _find_saved_split(Path(local), split)
-        if Path(local).is_dir() and (Path(local) / "state.json").exists():
+        if Path(local).is_dir() and all((Path(local) / n).exists() for n in ("state.json", "dataset_info.json")):
             return _find_saved(Path(local), "")
         if not Path(local).exists() and not glob.has_magic(local) and _looks_like_hub_id(local):
             return _find_on_hub(local, split, storage_options)
@@ -166,7 +167,10 @@ def _find_remote(url: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _typed(path: str, found: Sequence[tuple[str, str]], format: str) -> list[Source]:
-    sources, skipped = [], []
+    sources: list[Source] = []
+    skipped: list[str] = []
+    if len(found) > 1 and format == "auto":
+        found, skipped = _without_side_files(found)
     for name, uri in found:
         stem, compression = name.lower(), ""
         for ending, kind in COMPRESSIONS.items():
@@ -193,6 +197,17 @@ def _typed(path: str, found: Sequence[tuple[str, str]], format: str) -> list[Sou
     if len(kinds) > 1:
         log.warning("input %s holds files of several formats: %s", path, ", ".join(sorted(kinds)))
     return sources
+
+
+def _without_side_files(found: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Beside Parquet or Arrow files a .json file describes them; what `datasets` writes next to data never is data."""
+    binary = any(EXTENSIONS.get(Path(name.lower()).suffix) in ("parquet", "arrow") for name, _ in found)
+    side = [
+        name
+        for name, _ in found
+        if name.rsplit("/", 1)[-1] in SIDE_FILES or (binary and Path(name.lower()).suffix == ".json")
+    ]
+    return [(name, uri) for name, uri in found if name not in side], side
 
 
 def _some(names: Sequence[str]) -> str:

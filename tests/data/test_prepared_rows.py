@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchinfer.data import fs
 from batchinfer.data import prepared as prepared_module
 from batchinfer.data.prepared import PreparedRows, iter_prepared, read_prepared, write_prepared
 from batchinfer.errors import BatchinferError
@@ -97,7 +99,8 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 8, 1000])
-def test_a_torn_file_is_an_error(tmp_path: Path, cut: int) -> None:
+def test_a_torn_file_is_an_error(tmp_path: Path, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fs, "VISIBLE_LIMIT_S", 0.05)
     path = tmp_path / "x.arrow"
     write_prepared(path, make([[1, 2, 3]] * 50))
     path.write_bytes(path.read_bytes()[:-cut])
@@ -105,3 +108,11 @@ def test_a_torn_file_is_an_error(tmp_path: Path, cut: int) -> None:
         read_prepared(path)
     with pytest.raises(BatchinferError, match=r"gone\.arrow can't be read"):
         read_prepared(tmp_path / "gone.arrow")
+
+
+def test_a_file_that_another_machine_has_just_published_is_waited_for(tmp_path: Path) -> None:
+    """B72."""
+    timer = threading.Timer(0.2, lambda: write_prepared(tmp_path / "x.arrow", make([[1, 2]])))
+    timer.start()
+    assert read_prepared(tmp_path / "x.arrow").tokens.tolist() == [1, 2]
+    timer.join()

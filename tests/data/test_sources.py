@@ -87,6 +87,15 @@ def test_a_format_selects_files(folder: Path) -> None:
         names(folder, "csv")
 
 
+def test_descriptions_beside_data_are_no_data(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
+    for name in ("dataset_infos.json", "notes.json", "state.json"):
+        (tmp_path / name).write_text('{"b": "x"}')
+    assert names(tmp_path) == ["a.parquet"]
+    (tmp_path / "a.parquet").rename(tmp_path / "a.bak")
+    assert names(tmp_path) == ["notes.json"]
+
+
 def test_what_is_not_there_is_said_with_what_is(folder: Path) -> None:
     with pytest.raises(InputError, match=r"no such file or folder.*holds README\.md, a\.jsonl, b\.jsonl, .*and 2 more"):
         names(folder / "aa.jsonl")
