@@ -24,6 +24,9 @@ from batchinfer.types.request import CompletionOutput, Request, RequestOutput
 from batchinfer.types.rows import RowError
 from batchinfer.types.streams import sample_key
 
+GROW_AFTER_STEPS = 500
+"""Steps without running out of memory after which a shrunken batch may double."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -104,6 +107,7 @@ class Engine:
             enable_chunked_prefill=enable_chunked_prefill,
         )
         self._limits = (max_num_seqs, max_num_batched_tokens)
+        self._grow_at_step = -1
         self._executor = StepExecutor(runner)
         self._rows: dict[int, list[Sequence]] = {}
         self._watches: dict[int, StopStringWatch] = {}
@@ -209,6 +213,8 @@ class Engine:
                 self._read_watched(result.token_ids, done)
             if executor.ran_out_of_memory:
                 self._after_out_of_memory(len(plan.chunks), sum(len(c.token_ids) for c in plan.chunks))
+            elif self._num_steps == self._grow_at_step:
+                self._grow_limits()
         committed = clock()
         outputs = self._collect(done)
         if self._refused:
@@ -275,6 +281,7 @@ class Engine:
         if self._executor.row_ran_out_of_memory:
             scheduler.max_num_seqs, scheduler.max_num_batched_tokens = self._limits
             return
+        self._grow_at_step = self._num_steps + GROW_AFTER_STEPS
         scheduler.shrink(max(1, min(scheduler.max_num_seqs, num_chunks) // 2))
         if scheduler.enable_chunked_prefill:
             scheduler.max_num_batched_tokens = max(
@@ -288,6 +295,15 @@ class Engine:
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
         )
+
+    def _grow_limits(self) -> None:
+        """Memory may have been short for a while only: back towards the limits that were asked for, by doubling."""
+        scheduler = self.scheduler
+        most_seqs, most_tokens = self._limits
+        scheduler.max_num_seqs = min(most_seqs, 2 * scheduler.max_num_seqs)
+        scheduler.max_num_batched_tokens = min(most_tokens, 2 * scheduler.max_num_batched_tokens)
+        if (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) != self._limits:
+            self._grow_at_step = self._num_steps + GROW_AFTER_STEPS
 
     def _drop(self, seqs: list[Sequence]) -> None:
         for seq in seqs:

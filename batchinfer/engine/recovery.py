@@ -43,7 +43,9 @@ class StepExecutor:
         """Raises EngineError when the runner is broken as a whole."""
         self.ran_out_of_memory = self.row_ran_out_of_memory = False
         if self._added or self._finished or plan.step != self._next_step:
-            plan = StepPlan(self._next_step, plan.chunks, self._added + plan.added, self._finished + plan.finished)
+            gone = set(plan.finished)
+            added = tuple(spec for spec in self._added if spec.seq_id not in gone) + plan.added
+            plan = StepPlan(self._next_step, plan.chunks, added, self._finished + plan.finished)
         try:
             result = self._runner.execute(plan)
         except Exception as error:

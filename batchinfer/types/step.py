@@ -60,7 +60,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. `step` counts from 0 without a gap; `finished` frees what a runner keeps of those sequences."""
+    """One step. `step` counts from 0 without a gap; `finished` frees what a runner keeps of those sequences.
+
+    A step whose execution raised did not happen: the next plan has its number, and tells again what it added and
+    finished. So `added` may name a sequence that a runner has heard of, and `finished` one that it has not.
+    """
 
     step: int
     chunks: tuple[Chunk, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -386,6 +387,38 @@ def test_a_runner_that_raises_for_everybody_is_an_engine_error() -> None:
         run(engine, *(request(i, "abc") for i in range(10)))
 
 
+@pytest.mark.parametrize("trouble", [ValueError, OutOfMemory, MemoryError])
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_fail_half_done_are_done_again(seed: int, trouble: type[Exception]) -> None:
+    class Flaky(FakeRunner):
+        """Fails often before, in the middle of and after executing a step of more than one row."""
+
+        rng = random.Random(seed)
+        num_failures = 0
+
+        def execute(self, plan: StepPlan) -> StepResult:
+            if len(plan.chunks) > 1 and self.rng.random() < 0.3:
+                self.num_failures += 1
+                done = plan.chunks[: self.rng.randrange(len(plan.chunks) + 1)]
+                super().execute(StepPlan(plan.step, done, plan.added, plan.finished))
+                self.num_steps -= 1
+                raise trouble("now and then")
+            return super().execute(plan)
+
+    rows = [
+        request(i, "same head, " * (i % 5) + f"row {i}", n=1 + i % 2, temperature=0.8, logprobs=1, prompt_logprobs=1)
+        for i in range(40)
+    ]
+    groups = (KVGroup(num_blocks=40, block_size=4),)
+    options: dict[str, Any] = {"max_num_seqs": 12, "max_num_batched_tokens": 40, "max_model_len": 100}
+    flaky = Flaky(kv_groups=groups)
+    outputs = run(engine_of(flaky, **options), *rows)
+    plain = run(engine_of(FakeRunner(kv_groups=groups), **options), *rows)
+    assert flaky.num_failures > 0
+    for i, output in outputs.items():
+        assert (output.outputs, output.prompt_logprobs) == (plain[i].outputs, plain[i].prompt_logprobs)
+
+
 def test_an_engine_error_of_the_runner_is_not_a_rows_fault() -> None:
     class Lost(FakeRunner):
         def execute(self, plan: StepPlan) -> StepResult:
@@ -414,6 +447,22 @@ def test_out_of_memory_shrinks_the_step_and_goes_on(fits: int) -> None:
     assert stats.max_num_seqs < 32
     assert stats.max_num_batched_tokens <= max(fits, stats.max_num_seqs)
     assert stats.num_cut_steps > 0
+
+
+def test_after_memory_was_short_for_a_while_the_limits_come_back() -> None:
+    runner = FakeRunner(max_step_tokens=30)
+    engine = engine_of(runner, max_num_seqs=32, max_num_batched_tokens=200)
+    run(engine, *(request(i, "word " * 5) for i in range(40)))
+    assert engine.stats().max_num_seqs < 32
+    assert engine.stats().max_num_batched_tokens <= 30
+    runner._max_step_tokens = None
+    for i in range(5000):
+        if engine.stats().max_num_seqs == 32 and engine.stats().max_num_batched_tokens == 200:
+            break
+        engine.add_request(request(1000 + i, "x", max_tokens=3))
+        engine.step()
+    assert 500 < i < 4000
+    engine.check()
 
 
 def test_a_row_that_does_not_fit_alone_leaves_the_limits_to_the_others() -> None:
@@ -489,6 +538,15 @@ def test_a_fake_engine_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "hi", done.stderr
+
+
+def test_a_row_that_failed_alone_leaves_nothing_in_the_runner() -> None:
+    engine = fake_engine("raise_token=7")
+    outputs = run(engine, request(0, [65, 7]))
+    assert outputs[0].error is not None
+    assert run(engine, request(1, [65, 66]))[1].error is None
+    assert isinstance(engine.runner, FakeRunner)
+    assert set(engine.runner._specs) == {1}  # told to be finished with the next step
 
 
 def test_steps_have_no_gap() -> None:
