@@ -1,0 +1,150 @@
+"""The command line without running a job: options, help, texts, errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.cli import texts
+from batchinfer.cli.display import progress_line
+from batchinfer.cli.main import cli
+from batchinfer.cluster.progress import ProgressMeter
+from batchinfer.job.events import Tally
+
+OPTIONS = {
+    "submit": ["--dry-run", "--extend", "--fresh", "--help", "--set", "JOB"],
+    "plan": ["--help", "--set", "JOB"],
+    "status": ["--help", "--json", "JOB"],
+    "verify": ["--help", "JOB"],
+    "retry": ["--class", "--help", "--set", "JOB"],
+    "schema": ["--help"],
+    "inspect": ["--help", "MODEL"],
+    "quantize": ["--help", "MODEL", "OUT"],
+}
+
+
+def batchinfer(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "batchinfer", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    pq.write_table(pa.table({"text": ["one", None, "three"]}), tmp_path / "in.parquet")
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: {path: 'fake://hash'}\n"
+        "input: {path: in.parquet, prompt: 'Say {text}'}\n"
+        "output: {path: out}\n"
+        "sampling: {max_tokens: 4}\n"
+    )
+    return path
+
+
+def test_the_options_are_these_and_nobody_adds_one_by_the_way() -> None:
+    import click
+
+    found = {}
+    for name, command in cli.commands.items():
+        context = click.Context(command)
+        found[name] = sorted(
+            parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.name.upper()
+            for parameter in command.get_params(context)
+        )
+    assert found == OPTIONS
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom batchinfer.cli import main\n"
+        "sys.argv = ['batchinfer', '--help']\n"
+        "try: main.cli.main(standalone_mode=False)\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'dask', 'distributed', 'pyarrow', 'pydantic', 'numpy', 'rich', 'yaml'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    start = time.process_time()
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+    assert "Exit codes" in out
+    assert time.process_time() - start < 0.4
+
+
+def test_plan_reads_every_row_and_writes_nothing(job: Path) -> None:
+    done = batchinfer("plan", str(job))
+    assert done.returncode == 0, done.stderr
+    for text in ("sampling.max_tokens", "(user)", "bad rows", "invalid_prompt", "row 1 of in.parquet", "Say one"):
+        assert text in done.stdout, text
+    assert not (job.parent / "out").exists()
+
+
+def test_a_dry_run_says_what_would_be_run_and_writes_nothing(job: Path) -> None:
+    done = batchinfer("submit", str(job), "--dry-run", "--set", "sampling.max_tokens=5")
+    assert done.returncode == 0 and "3 rows in 1 files" in done.stdout
+    assert not (job.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("submit", "none.yaml"), "no such job file"),
+        (("submit",), "Missing argument"),
+        (("submit", "job.yaml", "--set", "sampling.max_token=3"), "max_tokens"),
+        (("submit", "job.yaml", "--set", "input.prompt_column=text"), "exactly one of"),
+        (("submit", "job.yaml", "--set", "input.prompt={txt}"), "txt"),
+        (("submit", "job.yaml", "--extend"), "--extend"),
+        (("plan", "job.yaml", "--set", "model.path=none.gguf"), "none.gguf"),
+        (("status", "job.yaml"), "no batchinfer job here"),
+        (("verify", "."), "no batchinfer job here"),
+        (("retry", "job.yaml"), "submit it first"),
+        (("inspect", "none"), "none"),
+        (("quantize", "a", "b"), "planned and not there yet"),
+        (("nothing",), "No such command"),
+    ],
+)
+def test_what_the_user_gets_wrong_is_one_message_and_exit_code_2(
+    job: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    done = batchinfer(*arguments, cwd=job.parent)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert not (job.parent / "out" / "_batchinfer" / "manifest.json").exists()
+
+
+def test_schema_is_json() -> None:
+    schema = json.loads(batchinfer("schema").stdout)
+    assert schema["title"] == "batchinfer job" and "model" in schema["properties"]
+
+
+def test_inspect() -> None:
+    assert "2,048 tokens" in batchinfer("inspect", "fake://hash").stdout
+
+
+def test_a_reader_that_leaves_is_no_error_of_ours(job: Path) -> None:
+    command = f"{sys.executable} -m batchinfer schema | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=False)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_numbers_as_text() -> None:
+    assert [texts.duration(s) for s in (5, 65, 3700, 200_000)] == ["5 s", "1 min 05 s", "1 h 01 min", "2 d 7 h"]
+    assert [texts.rate(r) for r in (0.5, 12, 1234, 45_600, 1_234_567)] == ["0.5", "12", "1,234", "45.6k", "1,235k"]
+    assert [texts.num_bytes(b) for b in (10, 2048, 3 * 2**30)] == ["10 B", "2.0 KiB", "3.0 GiB"]
+
+
+def test_progress_rates_and_time_left() -> None:
+    meter = ProgressMeter("job", 1000, Tally(rows=100), now=0.0)
+    common = {"phase": "running", "parts_done": 0, "workers_ready": 1, "workers": 1}
+    first = meter.measure(0.0, Tally(), prompt_tokens=0, completion_tokens=0, **common)
+    assert first.eta_s is None
+    later = meter.measure(10.0, Tally(rows=200, failed=3), prompt_tokens=5000, completion_tokens=1000, **common)
+    assert (later.rows_per_s, later.prompt_tokens_per_s, later.completion_tokens_per_s) == (20.0, 500.0, 100.0)
+    assert later.eta_s == pytest.approx(35.0)
+    line = progress_line(later)
+    assert line == "running: 300 of 1,000 rows (30.0 %), 3 failed, 20 rows/s, tokens/s 500 in, 100 out, 35 s left"
