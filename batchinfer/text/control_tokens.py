@@ -81,7 +81,13 @@ class ControlTokens:
     def mask(self, text: str, sentinel: str) -> str:
         """Renames whole control tokens, then takes the sentinels out."""
         text = self.without_renamed(text)
-        return self._whole.sub(lambda match: RENAMED + match[0], text).replace(sentinel, "")
+
+        def renamed(match: re.Match[str]) -> str:
+            # A token of one character can't be broken up inside: the sentinel stands behind it.
+            broken = len(match[0]) == 1 and text.startswith(sentinel, match.end())
+            return match[0] if broken else RENAMED + match[0]
+
+        return self._whole.sub(renamed, text).replace(sentinel, "")
 
     @staticmethod
     def without_renamed(text: str) -> str:

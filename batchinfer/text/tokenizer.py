@@ -31,7 +31,6 @@ from batchinfer.text.word_cache import WordEncoder, encode_all
 if TYPE_CHECKING:
     from batchinfer.modelfiles.files import TokenizerFiles
 
-NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DISABLE_IN_CHILD = "TOKENIZERS_PARALLELISM"
 
 
@@ -252,11 +251,13 @@ def _load_tokenizer_json(files: TokenizerFiles) -> Tokenizer:
         raise ModelError(f"{path}: not a tokenizer that the tokenizers library can read: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    named = {role: text for role in NAMED_SPECIAL_TOKENS if (text := _content(config.get(role)))}
+    named = {role: text for role in config if role.endswith("_token") and (text := _content(config[role]))}
     _add_missing(tokenizer, config, named, str(path))
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     ids = {role: tokenizer.token_to_id(text) for role, text in named.items()}
-    special.update(i for i in ids.values() if i is not None)
+    more = map(_content, config.get("additional_special_tokens") or ())
+    more_ids = (tokenizer.token_to_id(text) for text in more if text)
+    special.update(i for i in (*ids.values(), *more_ids) if i is not None)
     bos = ids.get("bos_token")
     if "add_bos_token" in config or "add_eos_token" in config:
         # As in transformers: flags written in the config win over tokenizer.json's post-processor.

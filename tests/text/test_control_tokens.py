@@ -204,6 +204,8 @@ def test_concerns_and_sentinels() -> None:
     assert control.mask("</s><·/s>", "·") == "\ufdef</s></s>"
     assert control.mask("\ufdef<·/s>", "·") == "\ufffd</s>"
     assert not ControlTokens([]).concerns("</s>")
+    single = ControlTokens(["¶"])
+    assert single.mask("¶" + single.break_up("a¶b", "·"), "·") == "\ufdef¶a¶b"
 
 
 def test_user_text_answers_as_the_users_own() -> None:

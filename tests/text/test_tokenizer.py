@@ -76,6 +76,14 @@ def test_tokens_that_only_the_config_names(tmp_path: Path) -> None:
         load_tokenizer(save(stored, tmp_path, **config))
 
 
+def test_special_tokens_that_only_the_config_names(tmp_path: Path) -> None:
+    stored = byte_level(added=("<image>", "<tool>"))
+    config = {"image_token": {"content": "<image>"}, "additional_special_tokens": ["<tool>"], "add_bos_token": False}
+    tokenizer = load_tokenizer(save(stored, tmp_path, **config))
+    assert tokenizer.named == {"image_token": "<image>"}
+    assert tokenizer.decode(tokenizer.encode("a<image>b<tool>c")) == "abc"
+
+
 def test_surrogates(demo: Tokenizer, chatml: Tokenizer) -> None:
     for tokenizer in (demo, chatml):
         assert tokenizer.encode("\ud83d\ude00") == tokenizer.encode("😀")
