@@ -6,24 +6,20 @@ of sampled and greedy rows and their log-probabilities, for equality.
 
 from __future__ import annotations
 
-from batchinfer_kernels.determinism import prepare
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-prepare()  # before anything loads torch
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import functools  # noqa: E402
-import random  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
-
-import pytest  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from batchinfer.config import EngineConfig  # noqa: E402
-from batchinfer.engine import Engine, load_engine  # noqa: E402
-from batchinfer.testing.tiny import make_tiny  # noqa: E402
-from batchinfer.types.request import Request, RequestOutput, SamplingParams  # noqa: E402
+from batchinfer.config import EngineConfig
+from batchinfer.engine import Engine, load_engine
+from batchinfer.testing.tiny import make_tiny
+from batchinfer.types.request import Request, RequestOutput, SamplingParams
 
 Result = dict[int, tuple[Any, ...]]
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from batchinfer_kernels.determinism import prepare
+import random
+from pathlib import Path
 
-prepare()  # before anything loads torch
+import pytest
 
-import random  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-import pytest  # noqa: E402
-
-from batchinfer import LLM, SamplingParams  # noqa: E402
-from batchinfer.testing.oracle import Oracle  # noqa: E402
-from batchinfer.testing.tiny import make_tiny  # noqa: E402
-from batchinfer.types.request import RequestOutput  # noqa: E402
+from batchinfer import LLM, SamplingParams
+from batchinfer.testing.oracle import Oracle
+from batchinfer.testing.tiny import make_tiny
+from batchinfer.types.request import RequestOutput
 
 NEAR_TIE = 1e-3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
