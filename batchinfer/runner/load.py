@@ -21,6 +21,7 @@ from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.models import load_model
+from batchinfer.models.dtype import resolve_dtype
 from batchinfer.runner.kv_memory import (
     FREE_SHARE,
     KVLayout,
@@ -57,7 +58,8 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     facts["torch"] = Fact(torch.__version__, "installed")
 
     max_model_len = max_model_len or config.max_model_len or files.max_model_len
-    row_facts = _probe(files, config, device)
+    dtype, _ = resolve_dtype(config.dtype, files.config, device)
+    row_facts = _probe(files, config, device, dtype)
     facts["row_rule"] = Fact(str(row_facts.rule), f"measured with {row_facts.threads} threads")
     facts["batch_invariant"] = Fact(row_facts.holds, "measured")
     if not row_facts.holds:
@@ -173,7 +175,7 @@ def _instruction_fact(device: torch.device) -> Fact:
     return Fact(instruction_level(), f"the CPU ({platform.machine()}), MKL_CBWR={mode}" if mode else "the CPU")
 
 
-def _probe(files: ModelFiles, config: EngineConfig, device: torch.device) -> RowFacts:
+def _probe(files: ModelFiles, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> RowFacts:
     def size(key: str, default: int) -> int:
         value = files.config.get(key)
         return value if isinstance(value, int) and value > 0 else default
@@ -190,7 +192,7 @@ def _probe(files: ModelFiles, config: EngineConfig, device: torch.device) -> Row
         split_size=config.split_size,
         block_size=config.block_size,
     )
-    return find_row_rule(shapes, attention=lambda rule: tiles(rule=rule), device=str(device))
+    return find_row_rule(shapes, attention=lambda rule: tiles(rule=rule), dtype=dtype, device=str(device))
 
 
 def _number(value: int | str, auto: int) -> int:

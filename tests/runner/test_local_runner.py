@@ -61,6 +61,16 @@ def test_tokens_do_not_depend_on_batch_chunks_and_threads(make_runner: MakeRunne
     assert run_all(small, prompts, at_once=4) == expected
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_law_holds_in_narrow_types(dtype: str, make_runner: MakeRunner) -> None:
+    prompts = [*prompts_of(5), prompts_of(1, seed=1, longest=2)[0] * 270]
+    runner = make_runner(dtype=dtype)
+    assert runner.facts()["dtype"].value == dtype
+    expected = run_all(runner, prompts, at_once=len(prompts))
+    assert run_all(runner, prompts, at_once=1, chunk=40) == expected
+    assert run_all(runner, prompts, at_once=3, chunk=16) == expected
+
+
 def test_preemption_changes_nothing(make_runner: MakeRunner) -> None:
     """Recomputed positions draw the same numbers, and penalties count each output token once."""
     prompts = prompts_of(6, seed=2)
@@ -205,6 +215,19 @@ def test_a_row_with_non_finite_logits_is_an_error_and_others_are_not(value: floa
         assert driver.generate(again, 12) == expected
         for seq_id in again:
             driver.finish(seq_id)
+
+
+def test_float16_that_overflows_gives_error_rows(make_runner: MakeRunner) -> None:
+    """B66: never token 0 to the end."""
+    runner = make_runner(dtype="float16")
+    model: Any = runner._model
+    down = next(p for n, p in model.named_parameters() if "down" in n)
+    down.data.fill_(6e4)
+    driver = StepDriver(runner)
+    ids = [driver.add(prompt, kind) for prompt, kind in zip(prompts_of(3), KINDS, strict=True)]
+    assert driver.generate(ids, 5) == [[], [], []]
+    errors = {e.error_class for result in driver.results for e in result.errors.values()}
+    assert errors == {ErrorClass.NON_FINITE_LOGITS}
 
 
 def test_one_infinite_logit_is_enough(make_runner: MakeRunner) -> None:
