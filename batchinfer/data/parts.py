@@ -1,14 +1,13 @@
-"""Output parts: input columns and results joined in row order, as Parquet with a footer that says what made it.
+"""Output parts: input columns and results in row order, as Parquet with a footer that says what made it.
 
 Writing streams in bounded memory. A part's footer has one JSON object under the key `batchinfer`, with hashes of the
-values, so that a part can be proved without its input. Not here: which columns (`layout`), publishing under the
-final name (`fs`), and when (`batchinfer.job.commit`).
+values, so that a part can be proved without its input. Not here: which columns (`layout`), joining (`joining`),
+publishing under the final name (`fs`), and when (`batchinfer.job.commit`).
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,12 +20,12 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.dataset import InputDataset
 from batchinfer.data.fs import retrying
-from batchinfer.data.layout import ERROR_TYPE, OutputLayout
-from batchinfer.data.rows import RowBatch
+from batchinfer.data.joining import DictionaryWidths, RowResults, join_rows
+from batchinfer.data.layout import OutputLayout
 from batchinfer.data.schema import conform
-from batchinfer.data.segments import RESULT_SCHEMA
+from batchinfer.data.segments import RESULT_SCHEMA, ChunkResults
 from batchinfer.data.values import ValueHasher, total_digest
-from batchinfer.errors import BatchinferError, InputError
+from batchinfer.errors import BatchinferError
 
 FOOTER_KEY = b"batchinfer"
 ROW_GROUP_BYTES = 32 << 20
@@ -66,34 +65,34 @@ def write_part(
     file: int,
     start: int,
     stop: int,
-    results: pa.Table,
+    results: pa.Table | ChunkResults,
     layout: OutputLayout,
     footer: Mapping[str, Any],
     hash_columns: Sequence[str] = (),
 ) -> PartSummary:
     """Write the complete part for rows [start, stop) of an input file to `tmp` (publishing it is the caller's).
 
-    results       RESULT_SCHEMA, one for each row, sorted by row
+    results       RESULT_SCHEMA, one for each row, sorted by row; or where to read them, a few thousand rows at a time
     footer        JSON values; the summary's are added to them
     hash_columns  columns whose values `input_hash` covers, in any order
 
     Raises BatchinferError that names the rows without a result, InputError when the input changed.
     """
-    _check_complete(results, start, stop, dataset.files[file].name)
+    name = dataset.files[file].name
+    found = RowResults(results, start, stop, name)
     carried = frozenset(layout.input_columns)
     needed = list(layout.input_columns) + [name for name in hash_columns if name not in carried]
     kinds = {field.name: field.type for field in dataset.schema}
     stored = zip(layout.input_columns, layout.schema.types, strict=False)
     changed = [column for column, kind in stored if kind != kinds[column]]
     hashes = _PartHashes(needed, changed, layout.result_names)
-    name = dataset.files[file].name
     pending: list[pa.RecordBatch] = []
-    widths = _DictionaryWidths(layout.schema)
+    widths = DictionaryWidths(layout.schema)
     size, rows = 0, 0
     writer: pq.ParquetWriter | None = None
     try:
-        for batch in dataset.read(file, start, stop, needed):
-            out = _join(batch, name, results.slice(batch.start - start, batch.table.num_rows), layout)
+        for batch, own in found.beside(dataset.read(file, start, stop, needed)):
+            out = join_rows(batch, name, own, layout)
             hashes.update(batch.table, out)
             if writer is None:
                 writer = _open_writer(tmp, layout.schema, out)
@@ -111,12 +110,15 @@ def write_part(
             writer = _open_writer(tmp, layout.schema, None)
         if pending:
             writer.write_table(pa.Table.from_batches(pending), row_group_size=ROW_GROUP_ROWS)
-        summary = _summary(
-            results,
+        summary = PartSummary(
             source_file=name,
             start=start,
             stop=stop,
             num_rows=stop - start,
+            failed=dict(sorted(found.failed.items())),
+            prompt_tokens=found.tokens["prompt_tokens"],
+            cached_tokens=found.tokens["cached_tokens"],
+            completion_tokens=found.tokens["completion_tokens"],
             input_hash=hashes.of_input(hash_columns),
             carried_hash=hashes.of_carried(layout.input_columns),
             result_hash=hashes.results.hexdigest(),
@@ -139,23 +141,6 @@ def _open_writer(tmp: Path, schema: pa.Schema, first: pa.RecordBatch | None) -> 
     )
 
 
-def _check_complete(results: pa.Table, start: int, stop: int, name: str) -> None:
-    rows = results["row"].to_numpy()
-    if len(rows) == stop - start and np.array_equal(rows, np.arange(start, stop)):
-        return
-    missing = np.setdiff1d(np.arange(start, stop), rows)
-    strange = np.setdiff1d(rows, np.arange(start, stop))
-    if len(missing):
-        raise BatchinferError(
-            f"{len(missing)} of the rows {start} to {stop - 1} of {name} have no result, the first are "
-            f"{', '.join(map(str, missing[:5].tolist()))}; the part is not written, the rows must run again"
-        )
-    raise BatchinferError(
-        f"results for rows {start} to {stop - 1} of {name} are out of order, doubled or foreign "
-        f"({len(rows)} results; not in the range: {strange[:5].tolist()})"
-    )
-
-
 class _PartHashes:
     """Each input column is hashed once; once more as written if its type changes on the way."""
 
@@ -174,99 +159,6 @@ class _PartHashes:
     def of_carried(self, columns: Sequence[str]) -> str:
         digests = self._read.digests() | self._written.digests()
         return total_digest(self._read.num_rows, {name: digests[name] for name in columns if name in digests})
-
-
-def _summary(results: pa.Table, **known: Any) -> PartSummary:
-    good = results.filter(pc.is_null(results["error_class"]))
-    classes = Counter(results["error_class"].drop_null().to_pylist())
-    return PartSummary(
-        failed=dict(sorted(classes.items())),
-        prompt_tokens=_sum(good["prompt_tokens"]),
-        cached_tokens=_sum(good["cached_tokens"]),
-        completion_tokens=sum(_sum(chunk.flatten()) for chunk in good["completion_tokens"].chunks),
-        **known,
-    )
-
-
-def _sum(values: pa.ChunkedArray | pa.Array) -> int:
-    return pc.sum(values.cast(pa.int64())).as_py() or 0
-
-
-class _DictionaryWidths:
-    """Watches dictionary columns with 8 or 16 bit indices: a row group with more values could not be read back."""
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self._room = {
-            i: 1 << (field.type.index_type.bit_width - pa.types.is_signed_integer(field.type.index_type))
-            for i, field in enumerate(schema)
-            if pa.types.is_dictionary(field.type) and field.type.index_type.bit_width <= 16
-        }
-        self._seen: dict[int, set[Any]] = {i: set() for i in self._room}
-
-    def fits(self, batch: pa.RecordBatch) -> bool:
-        return all(
-            len(self._seen[i] | set(batch.column(i).dictionary.to_pylist())) <= room for i, room in self._room.items()
-        )
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        for i in self._room:
-            self._seen[i] |= set(batch.column(i).dictionary.to_pylist())
-
-    def clear(self) -> None:
-        self._seen = {i: set() for i in self._room}
-
-
-def _join(batch: RowBatch, name: str, results: pa.Table, layout: OutputLayout) -> pa.RecordBatch:
-    """One output batch: carried columns (the batch's first, in order), then result columns."""
-    carried = zip(layout.input_columns, batch.table.columns, layout.schema.types, strict=False)
-    arrays = [_store(array, stored, column) for column, array, stored in carried]
-    n = batch.table.num_rows
-    flat = pa.RecordBatch.from_arrays([_one(results[c]) for c in RESULT_SCHEMA.names], schema=RESULT_SCHEMA)
-    for plain, _ in layout.result_columns:
-        if plain == "source_file":
-            arrays.append(pa.repeat(pa.scalar(name, pa.string()), n))
-        elif plain == "source_row":
-            arrays.append(pa.array(np.arange(batch.start, batch.stop, dtype=np.int64)))
-        elif plain == "prompt_tokens":
-            arrays.append(flat.column("prompt_tokens"))
-        elif plain == "error":
-            classes = flat.column("error_class")
-            mask = classes.is_null()
-            arrays.append(
-                pa.StructArray.from_arrays([classes, flat.column("error_message")], fields=list(ERROR_TYPE), mask=mask)
-            )
-        else:
-            samples = flat.column(plain)
-            arrays.append(_mask_errors(samples, flat) if layout.lists else _first_sample(samples))
-    return pa.RecordBatch.from_arrays(arrays, schema=layout.schema)
-
-
-def _one(column: pa.ChunkedArray) -> pa.Array:
-    # A batch is at most 8,192 rows, so its results fit 32-bit offsets.
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.array([], column.type)])
-
-
-def _store(array: pa.Array, stored: pa.DataType, column: str) -> pa.Array:
-    if array.type.equals(stored):
-        return array
-    if pa.types.is_run_end_encoded(array.type):
-        array = pc.run_end_decode(array)
-    try:
-        return conform(array, stored)
-    except pa.ArrowInvalid as error:
-        raise InputError(f"column {column!r} can't be written as {stored}: {error}") from None
-
-
-def _first_sample(samples: pa.Array) -> pa.Array:
-    """The only sample of each row, null where there is none."""
-    lengths = pc.fill_null(pc.list_value_length(samples), 0).to_numpy()
-    starts = samples.offsets.to_numpy()[:-1]
-    return samples.values.take(pa.array(starts, mask=lengths == 0))
-
-
-def _mask_errors(samples: pa.Array, flat: pa.RecordBatch) -> pa.Array:
-    failed = flat.column("error_class").is_valid()
-    return pc.if_else(failed, pa.scalar(None, samples.type), samples)
 
 
 def read_footer(path: Path) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 A segment is published whole or not at all; a torn one (a copy, a full disk) is noticed by its missing footer, logged
 and skipped. Of two results for a row a completion beats an error, then the lower epoch, lease and number. A compacted
-file is sorted by (chunk, row) with one record batch a chunk, so a commit reads only its chunk's. Not here: when a
-segment is due (`batchinfer.engine`, `batchinfer.cluster`) and which files belong to a chunk (`batchinfer.job`).
+file is sorted by (chunk, row) and a record batch holds rows of one chunk, so a commit reads only its chunk's. Not
+here: when a segment is due (`batchinfer.engine`, `batchinfer.cluster`), which files belong to a chunk
+(`batchinfer.job`).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ RESULT_SCHEMA = pa.schema(
     ]
 )
 TAKE_BYTES = 256 << 20
+BATCH_BYTES = 16 << 20
 _INDEX_KEY = b"batchinfer.chunks"
 _SEGMENT_NAME = re.compile(r"u(\d+)-e(\d+)-l(\d+)-(\d+)\.arrow")
 _EPOCH_IN_NAME = re.compile(r"-e(\d+)(?:[-.]|$)")
@@ -258,20 +260,30 @@ class CompactSummary:
 
 def write_compacted(path: Path, results: pa.Table, *, replace: bool = False) -> CompactSummary:
     """Publish `results` (one a row, sorted by chunk and row) as a compacted file; an existing one is left alone."""
-    numbers = results["chunk"].to_numpy()
+    numbers, rows = results["chunk"].to_numpy(), results["row"].to_numpy()
     starts = np.flatnonzero(np.diff(numbers, prepend=-1))
     stops = np.append(starts[1:], len(numbers)) if len(starts) else starts
-    chunks = numbers[starts].tolist()
-    schema = RESULT_SCHEMA.with_metadata({_INDEX_KEY: json.dumps(chunks).encode()})
+    cuts: list[tuple[int, int]] = []
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        size = results.slice(start, stop - start).nbytes
+        step = max(1, int((stop - start) * BATCH_BYTES / max(1, size)))
+        cuts += [(first, min(first + step, stop)) for first in range(start, stop, step)]
+    index = [[int(numbers[first]), int(rows[first]), int(rows[last - 1])] for first, last in cuts]
+    schema = RESULT_SCHEMA.with_metadata({_INDEX_KEY: json.dumps(index).encode()})
 
     def batches() -> Iterable[pa.RecordBatch]:
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-            part = results.slice(start, stop - start).combine_chunks()
+        for first, last in cuts:
+            part = results.slice(first, last - first).combine_chunks()
             yield pa.RecordBatch.from_arrays([c.chunk(0) for c in part.columns], schema=schema)
 
     _write(path, schema, batches(), replace)
     failed = len(results) - results["error_class"].null_count
-    return CompactSummary(num_rows=len(results), num_failed=failed, chunks=tuple(chunks), num_bytes=path.stat().st_size)
+    return CompactSummary(
+        num_rows=len(results),
+        num_failed=failed,
+        chunks=tuple(numbers[starts].tolist()),
+        num_bytes=path.stat().st_size,
+    )
 
 
 def compact_unit(paths: Iterable[Path], target: Path, *, replace: bool = False) -> CompactSummary:
@@ -279,26 +291,52 @@ def compact_unit(paths: Iterable[Path], target: Path, *, replace: bool = False) 
     return write_compacted(target, merge_segments(paths), replace=replace)
 
 
-def read_chunk_results(paths: Iterable[Path], chunk: int) -> pa.Table:
+def read_chunk_results(paths: Iterable[Path], chunk: int, start: int = 0, stop: int | None = None) -> pa.Table:
     """A chunk's results out of compacted files and plain segments, one a row, sorted by row.
 
-    Of a compacted file only the chunk's record batch is read. Raises BatchinferError on a broken compacted file:
-    its segments may be gone, so skipping it would lose rows without a word.
+    start, stop: only rows of this range. Of a compacted file only the record batches that can hold them are read.
+    Raises BatchinferError on a broken compacted file: its segments may be gone, so skipping it would lose rows without
+    a word.
     """
     tables = []
     for path in sorted(paths):
         try:
             with when_visible(lambda path=path: pa.OSFile(str(path))) as source, pa.ipc.open_file(source) as reader:  # type: ignore[misc]
-                index = (reader.schema.metadata or {}).get(_INDEX_KEY)
-                if index is None:
-                    table = reader.read_all()
-                    table = table.filter(pc.equal(table["chunk"], chunk))
-                else:
-                    chunks = json.loads(index)
-                    if chunk not in chunks:
-                        continue
-                    table = pa.Table.from_batches([reader.get_batch(chunks.index(chunk))])
+                table = _read_range(reader, chunk, start, stop)
         except (pa.ArrowException, OSError) as error:
             raise BatchinferError(f"results {path} can't be read: {error}") from error
-        tables.append((_rank_of(path), table.replace_schema_metadata(None)))
+        if table.num_rows:
+            tables.append((_rank_of(path), table.replace_schema_metadata(None)))
     return merge_tables(tables)
+
+
+def _read_range(reader: pa.ipc.RecordBatchFileReader, chunk: int, start: int, stop: int | None) -> pa.Table:
+    index = (reader.schema.metadata or {}).get(_INDEX_KEY)
+    if index is None:
+        table = reader.read_all()
+        table = table.filter(pc.equal(table["chunk"], chunk))
+    else:
+        wanted = [
+            i
+            for i, (number, first, last) in enumerate(json.loads(index))
+            if number == chunk and last >= start and (stop is None or first < stop)
+        ]
+        table = pa.Table.from_batches([reader.get_batch(i) for i in wanted], schema=reader.schema)
+    if start > 0 or stop is not None:
+        inside = pc.greater_equal(table["row"], start)
+        if stop is not None:
+            inside = pc.and_(inside, pc.less(table["row"], stop))
+        table = table.filter(inside)
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResults:
+    """A chunk's results, still in their files: `parts.write_part` reads them range by range, so that long results
+    (log-probabilities of many samples) need no more memory than short ones."""
+
+    paths: tuple[Path, ...]
+    chunk: int
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        return read_chunk_results(self.paths, self.chunk, start, stop)

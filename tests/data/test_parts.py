@@ -21,7 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.data import dataset as dataset_module
+from batchinfer.data import joining as joining_module
 from batchinfer.data import parts as parts_module
+from batchinfer.data import segments as segments_module
 from batchinfer.data.dataset import open_dataset
 from batchinfer.data.fs import temp_path_for
 from batchinfer.data.layout import OutputLayout, output_schema
@@ -34,7 +36,14 @@ from batchinfer.data.parts import (
     verify_part,
     write_part,
 )
-from batchinfer.data.segments import ResultRow, merge_tables, results_table
+from batchinfer.data.segments import (
+    ChunkResults,
+    ResultRow,
+    merge_tables,
+    results_table,
+    write_compacted,
+    write_segment,
+)
 from batchinfer.data.values import ValueHasher
 from batchinfer.errors import BatchinferError
 from batchinfer.types.request import CompletionOutput, TokenLogprobs
@@ -153,6 +162,37 @@ def test_checksums_are_of_values_alone(tmp_path: Path, monkeypatch: pytest.Monke
     assert pq.read_metadata(path).num_row_groups > 3
     assert second == first
     assert verify_part(path) == []
+
+
+def test_results_can_be_read_range_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B41: what comes out is the same, and no more than a range of results is in memory."""
+    monkeypatch.setattr(segments_module, "BATCH_BYTES", 1_500)
+    monkeypatch.setattr(joining_module, "FIRST_SPAN_ROWS", 4)
+    monkeypatch.setattr(joining_module, "SPAN_BYTES", 2_000)
+    monkeypatch.setattr(dataset_module, "MAX_BATCH_ROWS", 13)
+    _, first, layout = make_part(tmp_path, TABLE, token_ids=True)
+    rows = random.Random(0).sample(range(50), 50)
+    paths = []
+    for unit in range(2):
+        paths.append(tmp_path / f"u{unit:05d}.arrow")
+        write_compacted(paths[-1], merge_tables([(None, results_table([result(i) for i in rows[unit::2]]))]))
+    plan = tmp_path / "plan-c000000-e000001.arrow"
+    write_segment(
+        plan, [ResultRow(chunk=1, row=5), ResultRow(chunk=0, row=3, error=RowError(ErrorClass.INTERNAL, "x"))]
+    )
+    with pa.ipc.open_file(str(paths[0])) as reader:
+        assert reader.num_record_batches > 2
+    dataset = open_dataset(str(tmp_path / "input.arrow"))
+    asked, original = [], segments_module.read_chunk_results
+    monkeypatch.setattr(segments_module, "read_chunk_results", lambda *a: asked.append(a[2:]) or original(*a))
+    chunk = ChunkResults((*paths, plan), 0)
+    where = {"dataset": dataset, "file": 0, "start": 0, "stop": 50, "layout": layout}
+    second = write_part(tmp_path / "q", **where, results=chunk, footer={}, hash_columns=["id"])
+    assert second == first
+    assert len(asked) > 3 and asked[0] == (0, 4) and asked[-1][1] == 50
+    assert pq.read_table(tmp_path / "q").equals(pq.read_table(tmp_path / "part.parquet"))
+    with pytest.raises(BatchinferError, match="have no result"):
+        write_part(tmp_path / "r", **where, results=ChunkResults((paths[0], plan), 0), footer={})
 
 
 def test_row_groups_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
