@@ -24,6 +24,8 @@ def load_engine(config: EngineConfig) -> Engine:
             f"engine.tensor_parallel_size: {config.tensor_parallel_size} is planned and not there yet; use 1 "
             "(cluster.workers runs more engines)"
         )
+    if config.block_size < 1:
+        raise ConfigError(f"engine.block_size must be at least 1, got {config.block_size}")
     files = open_model(config.model, revision=config.revision, tokenizer=config.tokenizer)
     max_model_len = resolve_max_model_len(config, files)
     if files.kind == "fake":

@@ -20,7 +20,10 @@ from batchinfer.types.rows import ErrorClass, RowError
 from batchinfer.types.step import Chunk, SequenceSpec, StepPlan, StepResult
 
 MAX_FAILURES_IN_A_ROW = 4
-"""So many rows that fail one after the other, with nothing executed in between, are the engine's fault."""
+"""So many rows that fail while no row of the same steps gets through are the engine's fault, not theirs."""
+
+MAX_LOGGED_FAILURES = 3
+"""Later ones are told in their rows only."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +54,17 @@ class StepExecutor:
         except Exception as error:
             self._added, self._finished = plan.added, plan.finished
             return self._execute_in_parts(plan.chunks, error)
+        self._executed()
+        return result
+
+    def _executed(self) -> None:
         self._next_step += 1
         self._added, self._finished = (), ()
         self._failures_in_a_row = 0
-        return result
 
     def _execute_in_parts(self, chunks: Sequence[Chunk], error: Exception) -> StepResult:
         self.num_cut_steps += 1
+        first_step = self._next_step
         token_ids: dict[int, Sequence[int]] = {}
         logprobs: dict[int, Sequence[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -70,16 +77,22 @@ class StepExecutor:
             try:
                 result = self._runner.execute(StepPlan(self._next_step, tuple(part), self._added, self._finished))
             except Exception as again:
+                error = again
                 todo.extend(reversed(self._parts(part, again, errors)))
                 continue
-            self._next_step += 1
-            self._added, self._finished = (), ()
-            self._failures_in_a_row = 0
+            self._executed()
             token_ids.update(result.token_ids)
             logprobs.update(result.logprobs)
             errors.update(result.errors)
             for seq_id, entries in result.prompt_logprobs.items():
                 prompt_logprobs.setdefault(seq_id, []).extend(entries)
+        if self._next_step > first_step:
+            self._failures_in_a_row = 0
+        elif self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise EngineError(
+                f"the model runner failed for each of the last {self._failures_in_a_row} rows, the last time with "
+                f"{type(error).__name__}: {error}"
+            ) from error
         return StepResult(token_ids, logprobs, prompt_logprobs, errors)
 
     def _parts(self, chunks: Sequence[Chunk], error: Exception, errors: dict[int, RowError]) -> list[Sequence[Chunk]]:
@@ -100,11 +113,6 @@ class StepExecutor:
                 [Chunk(chunk.seq_id, chunk.start + half, second, chunk.block_tables, chunk.num_logits)],
             ]
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            raise EngineError(
-                f"the model runner failed for {self._failures_in_a_row} rows one after the other, the last time with "
-                f"{type(error).__name__}: {error}"
-            ) from error
         self.num_failed_rows += 1
         if out_of_memory:
             self.row_ran_out_of_memory = True
@@ -118,6 +126,7 @@ class StepExecutor:
                 ErrorClass.INTERNAL,
                 f"the model runner raised {type(error).__name__} for this row alone: {error}",
             )
-            _log.error("a row makes the model runner raise", exc_info=error)
+            if self.num_failed_rows <= MAX_LOGGED_FAILURES:
+                _log.error("a row makes the model runner raise", exc_info=error)
         errors[chunk.seq_id] = row_error
         return []

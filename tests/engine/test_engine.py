@@ -377,6 +377,13 @@ def test_a_row_that_makes_the_runner_raise_is_found(caplog: pytest.LogCaptureFix
         assert list(outputs[i].outputs[0].token_ids) == expected
 
 
+def test_many_bad_rows_beside_each_other_are_rows_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    engine = fake_engine("raise_token=7")
+    with caplog.at_level(logging.CRITICAL, "batchinfer"):
+        outputs = run(engine, *(request(i, [65, 7 if 8 <= i < 40 else 66]) for i in range(64)))
+    assert {i for i, output in outputs.items() if output.error} == set(range(8, 40))
+
+
 def test_a_runner_that_raises_for_everybody_is_an_engine_error() -> None:
     class Broken(FakeRunner):
         def execute(self, plan: StepPlan) -> StepResult:
@@ -512,6 +519,7 @@ def test_a_crash_kills_the_process() -> None:
         ({"max_model_len": 4096}, "2048 positions"),
         ({"max_model_len": 1}, "at least 2"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"block_size": 0}, "block_size"),
         ({"model": "fake://nonsense"}, "fake://hash"),
         ({"model": "fake://hash?bogus=1"}, "bogus"),
         ({"model": "fake://hash?eos_rate=often"}, "eos_rate"),
