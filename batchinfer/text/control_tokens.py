@@ -12,8 +12,8 @@ values put into a template). How:
 3. The text is encoded in one piece by a twin of the tokenizer whose control tokens carry the new names and the same
    ids (`without_control_tokens`). So text around control tokens is cut and merged exactly as always.
 
-Control tokens are all tokens flagged special, and unflagged added tokens that look like a marker. Other added
-tokens (runs of spaces, words added to a vocabulary) are text like any other.
+Control tokens are all tokens flagged special, and unflagged added tokens that look like a marker or that the chat
+template writes. Other added tokens (runs of spaces, words added to a vocabulary) are text like any other.
 """
 
 from __future__ import annotations
@@ -58,11 +58,14 @@ class ControlTokens:
         self._longest_prefix = len(prefixes[0]) if prefixes else 0
 
     @classmethod
-    def of(cls, tokenizer: tokenizers.Tokenizer) -> ControlTokens:
-        added = tokenizer.get_added_tokens_decoder().values()
-        control = [token for token in added if token.special or is_marker(token.content)]
+    def of(cls, tokenizer: tokenizers.Tokenizer, special: frozenset[int] = frozenset()) -> ControlTokens:
+        added = tokenizer.get_added_tokens_decoder()
+        control = [t for i, t in added.items() if t.special or i in special or is_marker(t.content)]
         normalizing = tokenizer.normalizer is not None and any(token.normalized for token in control)
         return cls((token.content for token in control), always_mask=normalizing)
+
+    def extended(self, texts: Iterable[str], *, normalizing: bool) -> ControlTokens:
+        return ControlTokens({*self.texts, *texts}, always_mask=self.always_mask or normalizing)
 
     def concerns(self, text: str) -> bool:
         """Whether `text` spells a control token or ends in the beginning of one."""

@@ -64,7 +64,7 @@ def prepare_rows(
         indices.append(n)
         texts.append(text)
     for (add_special_tokens, masked), (indices, texts) in groups.items():
-        encode = tokenizer.encode_masked_batch if masked else tokenizer.encode_batch
+        encode = renderer.tokenizer.encode_masked_batch if masked else tokenizer.encode_batch
         for n, ids in zip(indices, encode(texts, add_special_tokens=add_special_tokens), strict=True):
             if not ids:
                 outcomes[n] = RowError(

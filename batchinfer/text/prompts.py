@@ -117,11 +117,11 @@ class PromptRenderer:
     """Renders rows by a spec. Raises ModelError or ConfigError where no row could be rendered.
 
     chat_templates   the model's, by name ("default", "tool_use", ...)
+    tokenizer        as an attribute: the one that `RenderedPrompt.masked` is for
     """
 
     def __init__(self, spec: PromptSpec, tokenizer: Tokenizer, chat_templates: Mapping[str, str] | None = None) -> None:
         self.spec = spec
-        self._control = tokenizer.control
         self._render: Callable[[Mapping[str, Any]], RenderedPrompt | RowError]
         self._column = spec.prompt_column
         self._template: FieldTemplate | None = None
@@ -133,13 +133,16 @@ class PromptRenderer:
             self._template = FieldTemplate(spec.template, "input.prompt")
             self._column = self._template.sole_column
         if spec.is_chat:
-            self._choose_templates(chat_templates or {}, tokenizer)
+            self._chat, self._chat_with_tools = self._chosen(chat_templates or {}, tokenizer)
             self._messages = _message_templates(spec.messages or ())
             self._render = self._render_chat
         elif self._column is not None:
             self._render, finished = self._render_column, True
         else:
             self._render = self._render_template
+        sources = [chat.source for chat in (self._chat, self._chat_with_tools) if chat is not None]
+        self.tokenizer = tokenizer.for_template("\n".join(sources))
+        self._control = self.tokenizer.control
         policy = ("parse" if finished else "text") if spec.control_tokens == "auto" else spec.control_tokens
         self._values_are_text = policy == "text" and bool(self._control.texts)
 
@@ -235,11 +238,11 @@ class PromptRenderer:
             return RowError(text.error_class, text.message.replace(sentinel, ""))
         return RenderedPrompt(text.replace(sentinel, ""), False, control.mask(text, sentinel))
 
-    def _choose_templates(self, templates: Mapping[str, str], tokenizer: Tokenizer) -> None:
+    def _chosen(self, templates: Mapping[str, str], tokenizer: Tokenizer) -> tuple[ChatTemplate, ChatTemplate | None]:
+        """The chat template, and the one for rows with tools where the model has one of its own."""
         chosen = self.spec.chat_template
         if chosen is not None and ("{" in chosen or "\n" in chosen):
-            self._chat = self._compiled(chosen, "input.chat_template", tokenizer)
-            return
+            return self._compiled(chosen, "input.chat_template", tokenizer), None
         names = ", ".join(sorted(templates)) or "none"
         if chosen is not None:
             if chosen not in templates:
@@ -247,16 +250,16 @@ class PromptRenderer:
                     f"input.chat_template: the model has no chat template called {chosen!r} (it has: {names}); "
                     "give one of these names, or a template's text"
                 )
-            self._chat = self._compiled(templates[chosen], chosen, tokenizer)
-            return
+            return self._compiled(templates[chosen], chosen, tokenizer), None
         if "default" not in templates:
             raise ModelError(
                 f"the model has no {'default ' if templates else ''}chat template (it has: {names}), which messages "
                 "need; give input.chat_template (a name or a template's text), or use input.prompt or prompt_column"
             )
-        self._chat = self._compiled(templates["default"], "default", tokenizer)
+        default = self._compiled(templates["default"], "default", tokenizer)
         if self.spec.tools_column is not None and "tool_use" in templates:
-            self._chat_with_tools = self._compiled(templates["tool_use"], "tool_use", tokenizer)
+            return default, self._compiled(templates["tool_use"], "tool_use", tokenizer)
+        return default, None
 
     def _compiled(self, source: str, name: str, tokenizer: Tokenizer) -> ChatTemplate:
         return ChatTemplate(

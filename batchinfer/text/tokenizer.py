@@ -15,6 +15,7 @@ so a cut inside a character shows as one U+FFFD at the end (the token ids tell w
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -68,9 +69,11 @@ def load_tokenizer(files: TokenizerFiles) -> Tokenizer:
 class _Backend(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
-    def control(self) -> ControlTokens: ...
+    def control(self, special: frozenset[int]) -> ControlTokens: ...
 
-    def masked(self) -> _Backend: ...
+    def added_texts(self) -> dict[str, bool]: ...
+
+    def masked(self, control: ControlTokens) -> _Backend: ...
 
     def token_bytes(self, vocab_size: int) -> TokenBytes | None: ...
 
@@ -112,10 +115,21 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._masked: _Backend | None = None
         self._bytes: tuple[TokenBytes | None] | None = None
-        self.control = backend.control()
+        self.control = backend.control(self.special_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_tokenizer, (self.files,)
+
+    def for_template(self, source: str) -> Tokenizer:
+        """The same tokenizer, to which also the added tokens that a chat template writes are control tokens."""
+        added = self._backend.added_texts()
+        written = {text for text in added if text.strip() and text in source}
+        if written <= self.control.texts:
+            return self
+        other = copy.copy(self)
+        other._lock, other._masked = threading.Lock(), None
+        other.control = self.control.extended(written, normalizing=any(added[text] for text in written))
+        return other
 
     def special_texts(self, texts: Iterable[str]) -> dict[int, str]:
         """Those of `texts` that are exactly a special token's, by its id."""
@@ -168,7 +182,7 @@ class Tokenizer:
     def _masked_backend(self) -> _Backend:
         with self._lock:
             if self._masked is None:
-                self._masked = self._backend.masked()
+                self._masked = self._backend.masked(self.control)
             return self._masked
 
     def _encode(self, backend: _Backend, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -197,11 +211,17 @@ class _LibraryBackend:
     def _encode_by_library(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def control(self) -> ControlTokens:
-        return ControlTokens.of(self._tokenizer)
+    def control(self, special: frozenset[int]) -> ControlTokens:
+        return ControlTokens.of(self._tokenizer, special)
 
-    def masked(self) -> _Backend:
-        return _LibraryBackend(without_control_tokens(self._tokenizer, self.control()))
+    def added_texts(self) -> dict[str, bool]:
+        """Texts of the added tokens, and whether a normalizer could make them out of other characters."""
+        normalizing = self._tokenizer.normalizer is not None
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return {token.content: normalizing and token.normalized for token in added}
+
+    def masked(self, control: ControlTokens) -> _Backend:
+        return _LibraryBackend(without_control_tokens(self._tokenizer, control))
 
     def token_bytes(self, vocab_size: int) -> TokenBytes | None:
         return token_bytes(self._tokenizer, vocab_size)
@@ -221,10 +241,13 @@ class _ByteBackend:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode("utf-8")) for text in texts]
 
-    def control(self) -> ControlTokens:
+    def control(self, special: frozenset[int]) -> ControlTokens:
         return ControlTokens(())
 
-    def masked(self) -> _Backend:
+    def added_texts(self) -> dict[str, bool]:
+        return {}
+
+    def masked(self, control: ControlTokens) -> _Backend:
         return self
 
     def token_bytes(self, vocab_size: int) -> TokenBytes:

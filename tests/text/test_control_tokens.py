@@ -71,6 +71,16 @@ def test_content_never_gives_a_control_id(thinking: Tokenizer, content: str, rol
     assert thinking.decode(ids, skip_special_tokens=False) == rendered + "<|im_start|>assistant\n<think>\n"
 
 
+def test_added_tokens_that_the_template_writes_are_control(tmp_path: Path) -> None:
+    stored = byte_level(added=("USER:", "word"))
+    tokenizer = load_tokenizer(save(stored, tmp_path))
+    user, word = (tokenizer._backend.token_id(text) for text in ("USER:", "word"))
+    ids = ids_of(tokenizer, SPEC, chat(("user", "a USER: word")), "USER:{{ messages[0].content }}")
+    assert ids.count(user or 0) == 1 and ids.count(word or 0) == 1
+    assert tokenizer.decode(ids) == "USER:a USER: word"
+    assert tokenizer.encode("USER:", allow_special=False) == [user]
+
+
 def test_parse_turns_it_off(thinking: Tokenizer) -> None:
     spec = PromptSpec(messages_column="m", control_tokens="parse")
     ids = ids_of(thinking, spec, chat(("user", EVIL)), CHATML)
