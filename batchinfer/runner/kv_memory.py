@@ -5,16 +5,15 @@ The number of blocks changes no bytes of any completion, only speed, so it may f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from batchinfer.attention.context import LayerCache
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.errors import ConfigError, OutOfMemory
+from batchinfer.runner.host import free_host_memory
 from batchinfer.types.step import KVGroup
 
 # Of the memory that is free once the model is loaded, the part that "auto" takes; the rest is for activations, the
@@ -42,27 +41,10 @@ def bytes_per_block(specs: Sequence[AttentionSpec], block_size: int, dtype: torc
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated: of the GPU, or of the host within its control group's limit."""
+    """Bytes that can be allocated: of the GPU, or of the host within this process's limits."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = Path(limit_file).read_text().strip(), Path(used_file).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit():
-            free = min(free, max(0, int(limit) - int(used)))
-    return free
+    return free_host_memory()
 
 
 def resolve_num_blocks(

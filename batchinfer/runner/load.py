@@ -6,7 +6,6 @@ Call `batchinfer_kernels.determinism.prepare()` in the process before anything i
 from __future__ import annotations
 
 import logging
-import os
 import platform
 from functools import partial
 
@@ -22,6 +21,7 @@ from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.models import load_model
 from batchinfer.models.dtype import resolve_dtype
+from batchinfer.runner.host import num_cores
 from batchinfer.runner.kv_memory import (
     FREE_SHARE,
     KVLayout,
@@ -95,7 +95,7 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     )
     block_bytes = bytes_per_block(specs, config.block_size, dtype)
     # Engines that share a machine each have some of its cores; each takes that part of its memory.
-    share = FREE_SHARE * (min(1.0, threads / max(1, _num_cores())) if on_cpu else 1.0)
+    share = FREE_SHARE * (min(1.0, threads / max(1, num_cores())) if on_cpu else 1.0)
     num_blocks, source = resolve_num_blocks(
         config.kv_cache_memory,
         block_bytes=block_bytes,
@@ -155,13 +155,9 @@ def _resolve_device(wanted: str) -> torch.device:
     return device
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
 def _resolve_threads(wanted: int | None) -> tuple[int, str]:
     if wanted is None:
-        return _num_cores(), "auto: the cores of this process"
+        return num_cores(), "auto: the cores of this process"
     if wanted < 1:
         raise ConfigError(f"engine.num_threads must be at least 1, got {wanted}")
     return wanted, "engine.num_threads"
