@@ -271,7 +271,11 @@ def iter_jsonl(
     row, offset = _seek_mark(index_path, target.row) if not compression else (0, 0)
     with _open_lines(uri, compression, options) as lines:
         if offset:
-            lines.seek(offset)
+            lines.seek(offset - 1)
+            if lines.read(1) != b"\n":  # the file changed between its ends, where the fingerprint does not look
+                log.warning("the seek index %s does not fit its file and is ignored", index_path)
+                row, offset = 0, 0
+                lines.seek(0)
         records: list[dict[str, Any] | str] = []
         size, first = 0, offset == 0
         for line in lines:

@@ -275,6 +275,19 @@ def test_the_seek_index_is_used_and_kept(big: str, tmp_path: Path, monkeypatch: 
     assert rows_of(dataset, 2_900, 2_910, ["id"]) == [{"id": i} for i in range(2_900, 2_910)]
 
 
+def test_a_seek_index_that_does_not_fit_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = put(tmp_path / "x.jsonl", *ROWS)
+    dataset = open_dataset(path, cache_dir=str(tmp_path / "cache"))
+    text = Path(path).read_text()
+    early, late = text.index("\n", len(text) // 4), text.index(": ", len(text) // 4 * 3) + 1
+    # The same size and ends; lines between lie one byte further on.
+    Path(path).write_text(text[:early] + " \n" + text[early + 1 : late] + text[late + 1 :])
+    assert open_dataset(path).files[0].fingerprint == dataset.files[0].fingerprint
+    close_cursors()
+    assert rows_of(dataset, 2_000, 2_010) == ROWS[2_000:2_010]
+    assert "does not fit its file" in caplog.text
+
+
 def test_without_a_seek_index_rising_slices_are_one_pass(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = open_dataset(big)
     close_cursors()
