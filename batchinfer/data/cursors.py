@@ -6,6 +6,7 @@ decoded once and not once a slice, a .gz is unpacked once. Not here: how a file 
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -85,3 +86,7 @@ def close_cursors() -> None:
     """Close all files that are kept open."""
     with _lock:
         _cursors.clear()
+
+
+# Readers are generators: left to the end of the interpreter they would be closed when modules are half gone.
+atexit.register(close_cursors)

@@ -275,7 +275,10 @@ def test_the_seek_index_is_used_and_kept(big: str, tmp_path: Path, monkeypatch: 
     assert rows_of(dataset, 2_900, 2_910, ["id"]) == [{"id": i} for i in range(2_900, 2_910)]
 
 
-def test_a_seek_index_that_does_not_fit_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_seek_index_that_does_not_fit_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchinfer.data.sources.EDGE_BYTES", 1_000)
     path = put(tmp_path / "x.jsonl", *ROWS)
     dataset = open_dataset(path, cache_dir=str(tmp_path / "cache"))
     text = Path(path).read_text()

@@ -161,3 +161,13 @@ def test_importing_the_readers_loads_no_datasets() -> None:
         "print([m for m in ('datasets', 'torch', 'pandas', 'dask') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_a_process_that_leaves_readers_open_ends_quietly(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": range(1000)}), tmp_path / "x.parquet")
+    code = (
+        "import sys; from batchinfer.data.dataset import open_dataset;"
+        "d = open_dataset(sys.argv[1]); print(sum(b.table.num_rows for b in d.read(0, 0, 10)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("10\n", "")
