@@ -124,17 +124,31 @@ def _truncate(weights: Floats, *, top_k: int, top_p: float, min_p: float) -> Non
     if min_p > 0:
         weights[weights < min_p] = 0
     if 0 < top_k < len(weights):
-        weights[weights < np.partition(weights, len(weights) - top_k)[len(weights) - top_k]] = 0
+        weights[weights < _kth_largest(weights, top_k)] = 0
     if top_p < 1:
         total = weights.sum()
-        # All that is smaller than this has less than 1 - top_p together, so the rest decides, and is short.
-        ids = np.flatnonzero(weights >= total * (1 - top_p) / len(weights))
+        # Smaller weights than the last of these have less than 1 - top_p together. So the rest decides; mostly far
+        # fewer do.
+        for smallest in (1e-3, total * (1 - top_p) / len(weights)):
+            ids = np.flatnonzero(weights >= smallest)
+            if weights[ids].sum() >= top_p * total:
+                break
         order = ids[np.argsort(-weights[ids], kind="stable")]
-        before = np.cumsum(weights[order])
-        keep = order[: int(np.searchsorted(before, top_p * total, side="left")) + 1]
+        mass = np.cumsum(weights[order])
+        keep = order[: int(np.searchsorted(mass, top_p * total, side="left")) + 1]
         kept = weights[keep]
         weights[:] = 0
         weights[keep] = kept
+
+
+def _kth_largest(weights: Floats, k: int) -> float:
+    """The k-th largest weight. As many blocks have a weight of at least their k-th largest maximum, so no smaller
+    weight can be it: few are left to be looked through."""
+    whole = len(weights) // _CDF_BLOCK
+    if k <= whole:
+        maxima = weights[: whole * _CDF_BLOCK].reshape(whole, _CDF_BLOCK).max(1)
+        weights = weights[weights >= np.partition(maxima, whole - k)[whole - k]]
+    return float(np.partition(weights, len(weights) - k)[len(weights) - k])
 
 
 def _invert(weights: Floats, uniforms: Floats) -> list[int]:
