@@ -71,9 +71,9 @@ def expected_weights(logits: Tensor, r: SampleRow) -> list[float]:
         weights = [w if w >= smallest else 0.0 for w in weights]
     if p.top_p < 1:
         order = sorted(range(len(weights)), key=lambda t: (-weights[t], t))
-        kept, mass = set(), 0.0
+        kept, mass, total = set(), 0.0, sum(weights)
         for token in order:
-            if mass >= p.top_p * sum(weights):
+            if mass >= p.top_p * total:
                 break
             kept.add(token)
             mass += weights[token]
