@@ -64,7 +64,8 @@ def expected_weights(logits: Tensor, r: SampleRow) -> list[float]:
         for token in state.spec.stop_token_ids:
             x[token] = -math.inf
     x = [v / p.temperature for v in x]
-    weights = [math.exp(v - max(x)) for v in x]
+    top = max(x)
+    weights = [math.exp(v - top) for v in x]
     weights = [w if w >= p.min_p else 0.0 for w in weights]
     if p.top_k > 0:
         smallest = sorted(weights, reverse=True)[min(p.top_k, len(weights)) - 1]
