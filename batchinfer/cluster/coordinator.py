@@ -27,6 +27,7 @@ from batchinfer.job.state import JobState
 
 _log = logging.getLogger("batchinfer.cluster")
 TICK_EVERY_S = 0.25
+SILENT_ENGINE_S = 600.0  # far longer than any step, also one that compiles a kernel
 _PRIORITY: Mapping[type, int] = {ev.PlanChunk: 0, ev.CutWindow: 5, ev.CleanWindow: 1}
 _COMMIT_PRIORITY = 10  # of everything else: what frees disk and makes progress durable goes first
 
@@ -36,6 +37,7 @@ class Workers(Protocol):
 
     def dead(self) -> Iterator[tuple[str, str]]: ...
     def drop(self, name: str) -> None: ...
+    def discard(self, name: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Coordinator:
         self._serial = 0
         self._engine_tokens: dict[str, tuple[int, int]] = {}
         self._past_tokens = (0, 0)  # of engines that are gone
+        self._heard: dict[str, float] = {}
         self._meter = ProgressMeter(job.name, job.num_rows, base, time.monotonic())
         self._client_away_since: float | None = None
         client.subscribe_topic(TOPIC, lambda event: self.inbox.put(_News(event[1])))
@@ -128,6 +131,7 @@ class Coordinator:
         if not isinstance(item, _News):
             return item
         message = item.message
+        self._heard[message["name"]] = time.monotonic()
         name = message["name"]  # Dask overwrites "worker" with an address
         match message["t"]:
             case "joined":
@@ -138,6 +142,8 @@ class Coordinator:
                     return None
                 del self._addresses[name]
                 self._forget_engine(name)
+                if not self.state.stopping:
+                    self.workers.discard(name)
                 return ev.WorkerLost(name, "the worker left the cluster")
             case "ready":
                 _log.info("the engine of worker %s is ready after %.1f s", name, message["load_s"])
@@ -179,8 +185,19 @@ class Coordinator:
         if self.lost_lock():
             self._feed(ev.StopRequested("another driver has taken over this job"))
         self._watch_client()
+        self._watch_engines()
         self._feed(ev.Tick(time.monotonic()))
         self._report()
+
+    def _watch_engines(self) -> None:
+        """An engine that has work speaks every few seconds, between two steps. One that hangs is ended: it then
+        counts as died, and the rows that it hangs on are found like those that kill."""
+        now = time.monotonic()
+        for name, worker in self.state.leases.workers.items():
+            if worker.leases and now - self._heard.setdefault(name, now) > SILENT_ENGINE_S:
+                _log.warning("the engine of worker %s has been silent for %.0f s: it is ended", name, SILENT_ENGINE_S)
+                self._heard[name] = now
+                self._send(name, {"t": "kill"})
 
     def _watch_client(self) -> None:
         """Without the scheduler nothing goes on, and Dask's futures would only say "cancelled"."""
@@ -225,7 +242,7 @@ class Coordinator:
                     _log.error("worker %s is not used any more: %s", worker, reason)
                     self.notes.append(f"worker {worker} is not used any more: {reason}")
                     self.workers.drop(worker)
-                    self._send(worker, {"t": "quarantine"})
+                    self._send(worker, {"t": "kill"})
                 case ev.EndJob():
                     self.end = instruction
                 case _:

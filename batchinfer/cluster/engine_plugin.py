@@ -52,7 +52,7 @@ class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
         for message in messages:
             if message["t"] == "restart":
                 self.host.start()
-            elif message["t"] == "quarantine":
+            elif message["t"] == "kill":
                 self.host.kill()
             else:
                 self.host.send(message)

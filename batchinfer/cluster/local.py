@@ -72,6 +72,12 @@ class LocalWorkers:
         """Do not start this worker again if it dies."""
         self._dropped.add(name)
 
+    def discard(self, name: str) -> None:
+        """This worker is given up by the scheduler: if its process is still there, it hangs."""
+        child = self._children.get(name)
+        if child is not None and child.process.poll() is None:
+            child.process.kill()
+
     def close(self, wait_s: float = 5.0) -> None:
         """Ends all workers: first by closing their standard input, in the end by force."""
         for child in self._children.values():

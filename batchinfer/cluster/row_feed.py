@@ -6,6 +6,7 @@ drains at a unit's edge. Equal greedy prompts, which stand together in a unit, r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,10 @@ from batchinfer.job.manifest import ResolvedJob
 from batchinfer.types.request import Request, RequestOutput, SamplingParams
 
 MAX_BEGUN_AT_ONCE = 1024
+# An engine begins with a few rows, so that the first completions come after seconds and not after the prompts of a
+# whole batch have been computed; the batch is filled when the first row has ended, or after so long.
+FIRST_ROWS = 8
+FIRST_ROWS_S = 5.0
 _PromptKey = tuple[bytes, str | None]
 
 
@@ -47,6 +52,8 @@ class RowFeed:
         self._files = {chunk.chunk: chunk.file for window in job.windows() for chunk in window.chunks}
         self._eos = job.eos_token_ids
         self._settings: dict[str | None, SamplingParams] = {}
+        self._first_begun: float | None = None
+        self._is_first = True
 
     @property
     def busy(self) -> bool:
@@ -73,6 +80,7 @@ class RowFeed:
         for output in self.engine.step():
             running = self._running.pop(output.request_id)
             running.outcome = output
+            self._is_first = False
             for position, chunk, row in running.rows:
                 self._end(running.lease, position, ResultRow.of(chunk, row, output))
         self.sink.flush_if_due()
@@ -97,6 +105,10 @@ class RowFeed:
     def _fill(self) -> None:
         engine = self.engine
         most = 2 * engine.scheduler.max_num_seqs
+        if self._is_first:
+            most = min(most, FIRST_ROWS)
+            if self._first_begun is not None and time.monotonic() - self._first_begun > FIRST_ROWS_S:
+                self._is_first = False
         if engine.num_unfinished > most * 3 // 4:
             return
         for lease in list(self._leases.values()):
@@ -104,6 +116,8 @@ class RowFeed:
                 self._begin(lease, min(lease.num_left, most - engine.num_unfinished, MAX_BEGUN_AT_ONCE))
 
     def _begin(self, lease: LeasedRows, count: int) -> None:
+        if self._first_begun is None:
+            self._first_begun = time.monotonic()
         start, stop = lease.begun_range(count)
         self._report({"t": "begun", "lease": lease.lease, "start": start, "stop": stop})  # before it can kill us
         rows = lease.rows

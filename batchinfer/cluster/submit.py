@@ -102,6 +102,8 @@ def retry_job(
     start = time.monotonic()
     listener = listener or Listener()
     job = resolve_here(spec, retry=True)
+    if load_manifest(job.layout) is None:
+        raise ConfigError(f"{job.layout.output} holds no job; submit it first, then retry what failed")
     with _driving(job, listener) as lock:
         plan = open_retry(job, error_class)
         whole = load_manifest(job.layout)

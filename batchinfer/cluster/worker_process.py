@@ -43,6 +43,8 @@ def main() -> int:
     apply_settings()
     import distributed  # noqa: F401  while there is nothing else to do
 
+    import batchinfer.cluster.tasks  # noqa: F401
+
     config = _told()
     folder = Path(config["log_folder"])
     host.configure(run=config["run"], epoch=config["epoch"], log=folder / f"engine-{warm['name']}.log")

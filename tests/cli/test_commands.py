@@ -114,7 +114,7 @@ def test_what_the_user_gets_wrong_is_one_message_and_exit_code_2(
     done = batchinfer(*arguments, cwd=job.parent)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr and "Traceback" not in done.stderr
-    assert not (job.parent / "out" / "_batchinfer" / "manifest.json").exists()
+    assert not (job.parent / "out").exists()
 
 
 def test_schema_is_json() -> None:
