@@ -280,6 +280,19 @@ def test_samples_share_the_prompt_and_have_streams_of_their_own() -> None:
     assert engine.stats().num_computed_tokens == 96 + 5 * (4 + 7)
 
 
+def test_samples_are_in_order_whichever_ends_first() -> None:
+    output = run(fake_engine("eos_rate=0.1"), request(0, "abc", n=12, temperature=1.0, max_tokens=60))[0]
+    assert [sample.index for sample in output.outputs] == list(range(12))
+    assert len({len(sample.token_ids) for sample in output.outputs}) > 3
+
+
+def test_the_prompts_logprobs_are_worked_out_once() -> None:
+    engine = fake_engine()
+    output = run(engine, request(0, "y" * 100, n=3, prompt_logprobs=0, max_tokens=1))[0]
+    assert output.prompt_logprobs is not None
+    assert engine.stats().num_computed_tokens == 100 + 2 * 4
+
+
 def test_more_samples_than_sequences() -> None:
     output = run(fake_engine(max_num_seqs=2), request(0, "abc", n=9, temperature=1.0))[0]
     assert len(output.outputs) == 9
@@ -483,8 +496,9 @@ def test_a_row_that_does_not_fit_alone_leaves_the_limits_to_the_others() -> None
             return super().execute(plan)
 
     engine = engine_of(Big(), max_num_seqs=16)
-    outputs = run(engine, *(request(i, "B" if i == 5 else "a" * 20) for i in range(20)))
+    outputs = run(engine, *(request(i, "BBBB" if i == 5 else "a" * 20) for i in range(20)))
     assert {i for i, output in outputs.items() if output.error} == {5}
+    assert engine._executor.num_failed_rows == 1
     assert outputs[5].error is not None
     assert outputs[5].error.error_class is ErrorClass.OUT_OF_MEMORY
     assert engine.stats().max_num_seqs == 16

@@ -378,6 +378,19 @@ def test_the_youngest_gives_way_to_an_older_prompt_under_way() -> None:
     assert (old.num_preemptions, young.num_preemptions) == (0, 1)
 
 
+def test_a_newcomer_leaves_some_blocks_to_those_who_run() -> None:
+    bench = Bench(num_blocks=100, block_size=4, budget=512)
+    first = bench.add(numbers(98 * 4, seed=0), max_tokens=2)
+    second = bench.add(numbers(8, seed=1), max_tokens=2)  # the last two blocks: one of them is kept back
+    bench.step()
+    assert (first.status, second.status) == (Status.DECODING, Status.WAITING)
+    bench.drain()
+    bench.assert_right()
+    alone = bench.add(numbers(100 * 4, seed=2), max_tokens=1)  # nobody runs: all blocks may be taken
+    bench.drain()
+    assert alone.error is None
+
+
 def test_recomputing_finds_what_is_still_cached() -> None:
     results = {}
     for cache in (True, False):
