@@ -108,10 +108,10 @@ class JobFolder:
         return self.table().to_pylist()
 
     def segments(self) -> list[Path]:
-        return sorted(self.out.glob("_batchinfer/segments/*/u*-e*.arrow"))
+        return sorted(self.out.glob("__batchinfer/segments/*/u*-e*.arrow"))
 
     def logs(self) -> str:
-        paths = [self.out / "_batchinfer/log.txt", *sorted(self.out.glob("_batchinfer/logs/engine*"))]
+        paths = [self.out / "__batchinfer/log.txt", *sorted(self.out.glob("__batchinfer/logs/engine*"))]
         return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in paths if path.exists())
 
     def events(self, kind: str) -> list[dict[str, Any]]:
