@@ -47,7 +47,7 @@ def local_workers(spec: JobSpec, *, start: bool = True) -> Iterator[LocalWorkers
 def is_finished(output: Path) -> bool:
     """A guess from the small status file, only to save starting workers for nothing."""
     try:
-        status = json.loads((output / "_batchinfer" / "status.json").read_bytes())
+        status = json.loads((output / "__batchinfer" / "status.json").read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(status, dict) and status.get("state") == "finished"

@@ -1,14 +1,14 @@
-"""Where a job's files lie: the parts in the output folder, everything else under `_batchinfer/` in it.
+"""Where a job's files lie: the parts in the output folder, everything else under `__batchinfer/` in it.
 
     OUT/part-00000-00000.parquet          the output: input file number, chunk number in that file
-    OUT/_batchinfer/manifest.json         the resolved job, written once (`job.manifest`)
-    OUT/_batchinfer/runs/e000001.json     the job as run under a driver's epoch
-    OUT/_batchinfer/driver/               who drives (`job.driver_lock`)
-    OUT/_batchinfer/windows/w0000.json    a planned window's units (`job.units`)
-    OUT/_batchinfer/prepared/w0000-e000001/{c000005-<hash>,u00012}.arrow   prepared rows, by chunk, then by unit
-    OUT/_batchinfer/segments/w0000/       results: engine segments, compacted units, errors found while planning
-    OUT/_batchinfer/retries/r0001/        a retry: retry.json and windows/ prepared/ segments/ of its own
-    OUT/_batchinfer/{status.json,log.txt,tmp/,input/}
+    OUT/__batchinfer/manifest.json         the resolved job, written once (`job.manifest`)
+    OUT/__batchinfer/runs/e000001.json     the job as run under a driver's epoch
+    OUT/__batchinfer/driver/               who drives (`job.driver_lock`)
+    OUT/__batchinfer/windows/w0000.json    a planned window's units (`job.units`)
+    OUT/__batchinfer/prepared/w0000-e000001/{c000005-<hash>,u00012}.arrow   prepared rows, by chunk, then by unit
+    OUT/__batchinfer/segments/w0000/       results: engine segments, compacted units, errors found while planning
+    OUT/__batchinfer/retries/r0001/        a retry: retry.json and windows/ prepared/ segments/ of its own
+    OUT/__batchinfer/{status.json,log.txt,tmp/,input/}
 
 Names only; nothing here touches a file system. Standard library only.
 """
@@ -22,7 +22,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-STATE_FOLDER = "_batchinfer"
+STATE_FOLDER = "__batchinfer"
 _SERIAL = itertools.count()
 _PART_NAME = re.compile(r"part-(\d{5,})-(\d{5,})\.parquet")
 

@@ -140,7 +140,7 @@ def test_heartbeat_thread_bumps_and_stops(tmp_path, monkeypatch):
 
 def test_foreign_files_beside_the_lock_do_not_disturb(tmp_path):
     store = LocalStore(tmp_path)
-    folder = tmp_path / "_batchinfer" / "driver"
+    folder = tmp_path / "__batchinfer" / "driver"
     folder.mkdir(parents=True)
     for name in (".nfs000123", "_SUCCESS", "000009.json.bak", "notes.txt"):
         (folder / name).write_text("x")

@@ -111,7 +111,7 @@ def test_killed_at_every_change_of_a_run(two_chunks, tmp_path, after):
 
 def let_the_dead_rest(output: Path) -> None:
     """This process plays the killed one: let its claim look like that of a process that is gone."""
-    for path in output.glob("_batchinfer/driver/*.json"):
+    for path in output.glob("__batchinfer/driver/*.json"):
         path.with_suffix(".released").write_text("{}")
 
 

@@ -28,11 +28,11 @@ def half_done(shop, monkeypatch):
 
 def refused(shop, **sections) -> str:
     before = {path.name: path.read_bytes() for path in shop.parts()}
-    manifest = (shop.output / "_batchinfer/manifest.json").read_bytes()
+    manifest = (shop.output / "__batchinfer/manifest.json").read_bytes()
     with pytest.raises(ResumeRefused) as caught:
         resolve_job(shop.spec(**sections))
     assert {path.name: path.read_bytes() for path in shop.parts()} == before
-    assert (shop.output / "_batchinfer/manifest.json").read_bytes() == manifest
+    assert (shop.output / "__batchinfer/manifest.json").read_bytes() == manifest
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -178,7 +178,7 @@ def test_freezing_twice_compares(shop):
 
 
 def test_unreadable_manifest_is_said_so(half_done):
-    half_done.output.joinpath("_batchinfer/manifest.json").write_text("{")
+    half_done.output.joinpath("__batchinfer/manifest.json").write_text("{")
     with pytest.raises(ResumeRefused, match="another version of batchinfer or is damaged"):
         resolve_job(half_done.spec())
 
