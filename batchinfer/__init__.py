@@ -9,7 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchinfer.cluster.api import map as map
+    from batchinfer.cluster.api import submit
     from batchinfer.engine.llm import LLM
+    from batchinfer.job.spec import JobSpec
     from batchinfer.types.request import CompletionOutput, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
@@ -24,7 +27,8 @@ _HOMES = {
     "map": "batchinfer.cluster.api",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+# `map` is left out, so that a star import does not hide the builtin.
+__all__ = ["LLM", "CompletionOutput", "JobSpec", "RequestOutput", "SamplingParams", "__version__", "submit"]
 
 
 def __getattr__(name: str) -> Any:
