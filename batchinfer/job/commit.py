@@ -17,7 +17,7 @@ from typing import Any
 import batchinfer
 from batchinfer.data.fs import publish_file, replace_file
 from batchinfer.data.parts import BrokenPart, read_footer, read_part_results, write_part
-from batchinfer.data.segments import merge_tables, read_chunk_results
+from batchinfer.data.segments import ChunkResults, merge_tables, read_chunk_results
 from batchinfer.errors import InputError, ResumeRefused
 from batchinfer.job.context import open_context
 from batchinfer.job.ledger import WindowPlan
@@ -62,12 +62,13 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
     paths = [layout.unit_results(plan.window, unit.unit) for unit in plan.units_of(chunk.chunk)]
     if planned.num_failed:
         paths.append(layout.plan_segment(plan.window, planned.epoch, chunk.chunk))
-    results = read_chunk_results(paths, chunk.chunk)
+    results: Any = ChunkResults(tuple(paths), chunk.chunk)
     footer = part_footer(job, chunk, epoch=epoch)
     if job.retry is not None:
         before = read_footer(target)
-        footer = retry_footer(job, before, results, epoch=epoch)
-        results = merge_tables([(None, results), (None, read_part_results(target, chunk.chunk))])
+        again = read_chunk_results(paths, chunk.chunk)
+        footer = retry_footer(job, before, again, epoch=epoch)
+        results = merge_tables([(None, again), (None, read_part_results(target, chunk.chunk))])
     elif target.exists():
         move_broken_aside(job, target)
     tmp = layout.temporary(chunk.part)
