@@ -2,7 +2,8 @@
 
 Responsible for: keeping the groups in step (a prefix counts as far as every group has it, an allocation succeeds in
 all groups or in none), and a sequence's own counters of slots and published blocks. Not for: one group's blocks
-(`block_manager`), nor who gets blocks and who gives them back (`scheduler`).
+(`block_manager`), nor who gets blocks and who gives them back (`scheduler`). A group's window is not made use of:
+blocks that have left it are kept until the sequence ends, which costs memory and makes prefix hits simple.
 """
 
 from __future__ import annotations

@@ -98,3 +98,24 @@ def test_chat(model: Path, oracle: Oracle) -> None:
     text = tokenizer.decode(list(output.prompt_token_ids), skip_special_tokens=False)
     assert text == "<|im_start|>user\nwhat is this<|im_end|>\n<|im_start|>assistant\n"
     assert_right(oracle, output)
+
+
+def test_a_sliding_window_with_a_cache_and_pre_emption(tmp_path: Path) -> None:
+    """B60. Blocks outside the window are kept, so that a prefix hit never reads what was reused."""
+    model = make_tiny(tmp_path / "mistral", "mistral", sliding_window=8)
+    oracle = Oracle(model)
+    head = ids(64, seed=0)
+    prompts = [ids(n, seed=n) for n in (7, 8, 9, 17, 100)] + [head + ids(5, seed=i) for i in (1, 2)]
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    engine = llm(model, max_num_batched_tokens=5, max_num_seqs=5, max_model_len=128)
+    first = engine.generate(prompts, params)
+    for output in first:
+        assert_right(oracle, output)
+    again = engine.generate(prompts, params)
+    assert [output.outputs for output in again] == [output.outputs for output in first]
+    assert again[-1].num_cached_tokens == 64
+    facts = engine.engine.facts
+    block_bytes = facts["kv_cache_bytes"][0] // facts["num_blocks"][0]
+    small = llm(model, max_num_batched_tokens=64, max_num_seqs=5, max_model_len=128, kv_cache_memory=8 * block_bytes)
+    assert [output.outputs for output in small.generate(prompts, params)] == [output.outputs for output in first]
+    assert small.stats()["num_preemptions"] > 0
