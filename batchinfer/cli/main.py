@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import tempfile
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -172,6 +174,7 @@ def output_folder(job: str) -> Path:
 
 def main(arguments: list[str] | None = None) -> None:
     _open_standard_files()
+    signal.signal(signal.SIGTERM, _terminated)  # a run has a better way, once there is something to stop in order
     code = _run(arguments)
     with contextlib.suppress(OSError, ValueError):  # the reader of our output may have left
         sys.stdout.flush()
@@ -202,6 +205,10 @@ def _run(arguments: list[str] | None) -> int:
             traceback.print_exc(file=file)
         _complain(f"{type(error).__name__}: {error}\nThis is not expected; the details are in {file.name}.")
         return 1
+
+
+def _terminated(signum: int, frame: FrameType | None) -> None:
+    raise Interrupted("stopped by SIGTERM; the same command goes on")
 
 
 def _complain(message: str, kind: str = "Error") -> None:

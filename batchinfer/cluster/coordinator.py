@@ -27,6 +27,7 @@ from batchinfer.job.state import JobState
 
 _log = logging.getLogger("batchinfer.cluster")
 TICK_EVERY_S = 0.25
+MAX_NOTES = 50
 SILENT_ENGINE_S = 600.0  # far longer than any step, also one that compiles a kernel
 _PRIORITY: Mapping[type, int] = {ev.PlanChunk: 0, ev.CutWindow: 5, ev.CleanWindow: 1}
 _COMMIT_PRIORITY = 10  # of everything else: what frees disk and makes progress durable goes first
@@ -163,10 +164,18 @@ class Coordinator:
                 return ev.LeaseDone(name, message["lease"])
             case "returned":
                 return ev.LeaseReturned(name, message["lease"], message["stop"])
+            case "note":
+                self._note(f"worker {name}: {message['text']}")
             case "stats":
                 prompt = message["computed_tokens"] + message["cached_tokens"] - message["generated_tokens"]
                 self._engine_tokens[name] = (max(prompt, 0), message["generated_tokens"])
         return None
+
+    def _note(self, text: str) -> None:
+        """For the log, the terminal and the final report: each once, and not without end."""
+        if text not in self.notes and len(self.notes) < MAX_NOTES:
+            _log.warning("%s", text)
+            self.notes.append(text)
 
     def _forget_engine(self, name: str) -> None:
         prompt, completion = self._engine_tokens.pop(name, (0, 0))
@@ -239,8 +248,7 @@ class Coordinator:
                 case ev.StopEngine(worker):
                     self._send(worker, {"t": "stop"})
                 case ev.Quarantine(worker, reason):
-                    _log.error("worker %s is not used any more: %s", worker, reason)
-                    self.notes.append(f"worker {worker} is not used any more: {reason}")
+                    self._note(f"worker {worker} is not used any more: {reason}")
                     self.workers.drop(worker)
                     self._send(worker, {"t": "kill"})
                 case ev.EndJob():

@@ -57,6 +57,17 @@ class Reports:
             return
 
 
+class WarningsToDriver(logging.Handler):
+    """What is worth a warning here (a smaller batch because memory ran out) belongs into the job's report."""
+
+    def __init__(self, report: Reports) -> None:
+        super().__init__(logging.WARNING)
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._report({"t": "note", "text": record.getMessage()[:500]})
+
+
 class EngineProcess:
     def __init__(self, config: Command, report: Reports) -> None:
         self.report = report
@@ -187,6 +198,7 @@ def main() -> int:
     log_to(Path(config["log"]))
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("batchinfer").addHandler(WarningsToDriver(report))
     process = EngineProcess(config, report)
     signal.signal(signal.SIGTERM, lambda *_: process.stop())
     in_thread("commands", process.read_commands)

@@ -82,6 +82,19 @@ def run_job(
     """
     start = time.monotonic()
     listener = listener or Listener()
+    with _Signals() as signals:
+        return _run_job(spec, workers, signals, fresh, extend, listener, start)
+
+
+def _run_job(
+    spec: JobSpec,
+    workers: LocalWorkers,
+    signals: _Signals,
+    fresh: bool,
+    extend: bool,
+    listener: Listener,
+    start: float,
+) -> JobResult:
     job = resolve_here(spec, extend=extend, ignore_existing=fresh)
     if fresh and job.layout.output.exists():
         store = lock_store(job.layout.output)
@@ -91,7 +104,7 @@ def run_job(
             listener.said(f"the old output was moved to {aside}")
     with _driving(job, listener) as lock:
         job = freeze_job(job)
-        rows_run, notes = _run(job, lock, workers, listener)
+        rows_run, notes = _run(job, lock, workers, signals, listener)
         return _result(job, rows_run, notes, start)
 
 
@@ -104,7 +117,7 @@ def retry_job(
     job = resolve_here(spec, retry=True)
     if load_manifest(job.layout) is None:
         raise ConfigError(f"{job.layout.output} holds no job; submit it first, then retry what failed")
-    with _driving(job, listener) as lock:
+    with _Signals() as signals, _driving(job, listener) as lock:
         plan = open_retry(job, error_class)
         whole = load_manifest(job.layout)
         assert whole is not None
@@ -112,7 +125,7 @@ def retry_job(
             listener.said("no row is to be run again")
             return _result(whole, 0, (), start)
         listener.said(f"{plan.num_rows} rows are run again")
-        rows_run, notes = _run(plan.job, lock, workers, listener)
+        rows_run, notes = _run(plan.job, lock, workers, signals, listener)
         finish_retry(plan.job)
         return _result(whole, rows_run, notes, start)
 
@@ -141,7 +154,9 @@ def _driving(job: ResolvedJob, listener: Listener) -> Iterator[DriverLock]:
             raise
 
 
-def _run(job: ResolvedJob, lock: DriverLock, workers: LocalWorkers, listener: Listener) -> tuple[int, list[str]]:
+def _run(
+    job: ResolvedJob, lock: DriverLock, workers: LocalWorkers, signals: _Signals, listener: Listener
+) -> tuple[int, list[str]]:
     """Runs what is not in parts yet: how many rows that were, and what is worth a word in the end."""
     windows = job.windows()
     committed = find_committed(job, windows)
@@ -163,7 +178,7 @@ def _run(job: ResolvedJob, lock: DriverLock, workers: LocalWorkers, listener: Li
 
     told = Listener(said=listener.said, progress=progressed)
     try:
-        notes = run_on_local_workers(job, run, lock, state, committed, workers, told)
+        notes = run_on_local_workers(job, run, lock, state, committed, workers, signals, told)
     except BatchinferError as error:
         ends: dict[type, State] = {Interrupted: "interrupted", FailureLimitReached: "failure_limit"}
         writer.end(ends.get(type(error), "failed"), str(error))
@@ -192,7 +207,7 @@ def _result(job: ResolvedJob, rows_run: int, notes: Sequence[str], start: float)
 
 def limits_of(spec: JobSpec) -> Limits:
     most = spec.failure.max_failed_rows
-    return Limits(max_failed_rows=None if most == "auto" else most)
+    return Limits(max_failed_rows=None if most == "auto" else most, no_worker_s=float(spec.cluster.worker_timeout_s))
 
 
 def run_on_local_workers(
@@ -202,62 +217,61 @@ def run_on_local_workers(
     state: JobState,
     committed: Committed,
     workers: LocalWorkers,
+    signals: _Signals,
     listener: Listener,
 ) -> list[str]:
     """Runs until the job is done; returns what is worth a word in the end. Raises what ended it otherwise."""
     log_folder = job.layout.state / "logs"
-    signals = _Signals()
-    with signals:
-        workers.start()
-        workers.configure(run=run, epoch=lock.epoch, log_folder=log_folder)
-        from batchinfer.cluster.dask_settings import apply_settings
+    workers.start()
+    workers.configure(run=run, epoch=lock.epoch, log_folder=log_folder)
+    from batchinfer.cluster.dask_settings import apply_settings
 
-        apply_settings()
-        from distributed import Client, LocalCluster
+    apply_settings()
+    from distributed import Client, LocalCluster
 
-        from batchinfer.cluster.coordinator import Coordinator
-        from batchinfer.cluster.engine_plugin import EnginePlugin, SchedulerNews
+    from batchinfer.cluster.coordinator import Coordinator
+    from batchinfer.cluster.engine_plugin import EnginePlugin, SchedulerNews
 
-        cluster = LocalCluster(
-            n_workers=0,
-            threads_per_worker=1,
-            dashboard_address=None,
-            host="127.0.0.1",
-            silence_logs=logging.CRITICAL,
+    cluster = LocalCluster(
+        n_workers=0,
+        threads_per_worker=1,
+        dashboard_address=None,
+        host="127.0.0.1",
+        silence_logs=logging.CRITICAL,
+    )
+    client = Client(cluster)
+    try:
+        coordinator = Coordinator(
+            job=job,
+            run=run,
+            epoch=lock.epoch,
+            state=state,
+            client=client,
+            workers=workers,
+            base=committed.tally,
+            parts_done=len(committed.chunks),
+            names=workers.names,
+            on_progress=listener.progress,
+            lost_lock=lambda: lock.lost,
         )
-        client = Client(cluster)
-        try:
-            coordinator = Coordinator(
-                job=job,
+        signals.stop = coordinator.stop
+        client.register_plugin(SchedulerNews())
+        client.register_plugin(
+            EnginePlugin(
                 run=run,
                 epoch=lock.epoch,
-                state=state,
-                client=client,
-                workers=workers,
-                base=committed.tally,
-                parts_done=len(committed.chunks),
-                names=workers.names,
-                on_progress=listener.progress,
-                lost_lock=lambda: lock.lost,
+                num_threads=workers.num_threads,
+                preload=workers.preload,
+                log_folder=str(log_folder),
             )
-            signals.tell(coordinator.stop)
-            client.register_plugin(SchedulerNews())
-            client.register_plugin(
-                EnginePlugin(
-                    run=run,
-                    epoch=lock.epoch,
-                    num_threads=workers.num_threads,
-                    preload=workers.preload,
-                    log_folder=str(log_folder),
-                )
-            )
-            workers.connect(cluster.scheduler_address)
-            end = coordinator.run()
-        finally:
-            workers.close()
-            with contextlib.suppress(Exception):  # its workers are gone: it may complain, and need not be heard
-                client.close(timeout=2)
-                cluster.close(timeout=2)
+        )
+        workers.connect(cluster.scheduler_address)
+        end = coordinator.run()
+    finally:
+        workers.close()
+        with contextlib.suppress(Exception):  # its workers are gone: it may complain, and need not be heard
+            client.close(timeout=2)
+            cluster.close(timeout=2)
     match end.outcome:
         case "done":
             return coordinator.notes
@@ -274,28 +288,24 @@ def run_on_local_workers(
 
 
 class _Signals:
-    """SIGINT, SIGTERM and SIGHUP stop the run in order; the second one ends it at once (nothing durable is lost)."""
+    """SIGINT, SIGTERM and SIGHUP stop the run in order; the second one ends it at once (nothing durable is lost).
+
+    Before there is anything to stop in order, they raise Interrupted where the driver stands.
+    """
 
     def __init__(self) -> None:
-        self._stop: Callable[[str], None] | None = None
-        self._early: str | None = None
+        self.stop: Callable[[str], None] | None = None
         self._count = 0
         self._old: dict[int, Any] = {}
-
-    def tell(self, stop: Callable[[str], None]) -> None:
-        self._stop = stop
-        if self._early is not None:
-            stop(self._early)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._count += 1
         if self._count > 1:
             os._exit(Interrupted.exit_code)  # workers and engines end with this process
         message = f"stopped by {signal.Signals(signum).name}"
-        if self._stop is None:
-            self._early = message
-        else:
-            self._stop(message)
+        if self.stop is None:
+            raise Interrupted(f"{message}; the same command goes on")
+        self.stop(message)
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():

@@ -146,6 +146,7 @@ class ClusterSpec(_Section):
 
     kind: Literal["local", "slurm", "scheduler"] = "local"
     workers: PositiveInt = 1
+    worker_timeout_s: PositiveInt = Field(300, description="give up when there was no worker for so long")
 
 
 class FailureSpec(_Section):

@@ -136,3 +136,14 @@ def test_the_second_signal_ends_it_at_once(folder: JobFolder) -> None:
     time.sleep(0.05)
     driver.send_signal(signal.SIGINT)
     assert driver.wait(5) == 75
+
+
+@pytest.mark.parametrize("delay_s", [0.5, 1.0, 1.5])
+def test_a_signal_while_starting_is_an_interruption_too(folder: JobFolder, delay_s: float) -> None:
+    folder.input(ROWS)
+    folder.job(SLOW, **SETTINGS)
+    driver = folder.start()
+    time.sleep(delay_s)
+    driver.send_signal(signal.SIGTERM)
+    _, said = driver.communicate(timeout=15)
+    assert driver.returncode == 75 and "SIGTERM" in said
