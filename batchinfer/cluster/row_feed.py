@@ -20,7 +20,7 @@ from batchinfer.types.request import Request, RequestOutput, SamplingParams
 MAX_BEGUN_AT_ONCE = 1024
 # An engine begins with a few rows, so that the first completions come after seconds and not after the prompts of a
 # whole batch have been computed; the batch is filled when the first row has ended, or after so long.
-FIRST_ROWS = 8
+FIRST_ROWS = 4
 FIRST_ROWS_S = 5.0
 _PromptKey = tuple[bytes, str | None]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchinfer.cluster.local import LocalWorkers
+from batchinfer.job.layout import JobLayout
 
 if TYPE_CHECKING:
     from batchinfer.job.spec import JobSpec
@@ -47,7 +48,7 @@ def local_workers(spec: JobSpec, *, start: bool = True) -> Iterator[LocalWorkers
 def is_finished(output: Path) -> bool:
     """A guess from the small status file, only to save starting workers for nothing."""
     try:
-        status = json.loads((output / "__batchinfer" / "status.json").read_bytes())
+        status = json.loads(JobLayout(output).status.read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(status, dict) and status.get("state") == "finished"

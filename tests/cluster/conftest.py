@@ -17,6 +17,8 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.job.layout import JobLayout
+
 SLOW = "fake://hash?vocab=512&max_model_len=512&step_delay_ms=25"
 FAST = "fake://hash?vocab=512&max_model_len=512"
 
@@ -59,6 +61,10 @@ class JobFolder:
         self.out = root / "out"
         self.trace = root / "trace.jsonl"
         self.started: list[subprocess.Popen[str]] = []
+
+    @property
+    def state(self) -> Path:
+        return JobLayout(self.out).state
 
     def input(self, columns: dict[str, list[Any]] | int, name: str = "rows.parquet") -> None:
         if isinstance(columns, int):
@@ -108,10 +114,10 @@ class JobFolder:
         return self.table().to_pylist()
 
     def segments(self) -> list[Path]:
-        return sorted(self.out.glob("__batchinfer/segments/*/u*-e*.arrow"))
+        return sorted(self.state.glob("segments/*/u*-e*.arrow"))
 
     def logs(self) -> str:
-        paths = [self.out / "__batchinfer/log.txt", *sorted(self.out.glob("__batchinfer/logs/engine*"))]
+        paths = [self.state / "log.txt", *sorted(self.state.glob("logs/engine*"))]
         return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in paths if path.exists())
 
     def events(self, kind: str) -> list[dict[str, Any]]:

@@ -179,5 +179,5 @@ def test_broken_parts_are_noticed_named_and_made_again(folder: JobFolder) -> Non
     folder.run()
     assert folder.table().equals(whole)
     assert parts[3].stat().st_mtime_ns == kept
-    log = (folder.out / "__batchinfer/log.txt").read_text()
+    log = (folder.state / "log.txt").read_text()
     assert all(f"part {part.name} is broken" in log for part in parts[:3])
