@@ -86,7 +86,7 @@ def _serve(scheduler: str, config: dict[str, Any], host: EngineHost) -> int:
             if not leaving.is_set():
                 leaving.set()
                 exit_after(8.0, 1)
-                asyncio.run_coroutine_threadsafe(worker.close(), loop)
+                asyncio.run_coroutine_threadsafe(worker.close(timeout=2, executor_wait=False), loop)
 
         loop.add_signal_handler(signal.SIGTERM, leave)
 
