@@ -19,6 +19,10 @@ from batchinfer.types.step import KVGroup
 # Of the memory that is free once the model is loaded, the part that "auto" takes; the rest is for activations, the
 # tokenizer, the job's own processes and the operating system's file cache.
 FREE_SHARE = 0.6
+# On the host, where the pool is in everybody's way: tokens that "auto" plans for a sequence. Rows run in the order
+# of their prefixes, so a cache of what nobody will ask for again gains nothing; a batch of longer sequences has fewer
+# of them at a time.
+HOST_AUTO_LEN = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +60,23 @@ def resolve_num_blocks(
     max_num_seqs: int,
     free_bytes: int,
     share: float,
+    auto_len: int | None = None,
 ) -> tuple[int, str]:
     """(blocks of each group, where the number comes from).
 
-    "auto" is what max_num_seqs sequences of max_model_len tokens can use, at most `share` of the free memory. Raises
-    ConfigError where not even one sequence of max_model_len tokens fits.
+    "auto" is what max_num_seqs sequences of max_model_len tokens can use, or of `auto_len` tokens where that is less
+    (but always one whole sequence), at most `share` of the free memory. Raises ConfigError where not even one
+    sequence of max_model_len tokens fits.
     """
     per_sequence = -(-max_model_len // block_size)
     if kv_cache_memory == "auto":
-        wanted = per_sequence * max_num_seqs
+        planned = max_model_len if auto_len is None else min(auto_len, max_model_len)
+        wanted = max(per_sequence, -(-planned // block_size) * max_num_seqs)
         affordable = int(free_bytes * share) // block_bytes
         num_blocks, source = min(wanted, affordable), f"auto: {share:.0%} of {free_bytes / 2**30:.1f} GiB free memory"
         if wanted <= affordable:
-            source = "auto: max_num_seqs sequences of max_model_len tokens"
+            length = "max_model_len" if planned == max_model_len else f"{planned:,}"
+            source = f"auto: max_num_seqs sequences of {length} tokens"
     else:
         num_blocks, source = int(kv_cache_memory) // block_bytes, "engine.kv_cache_memory"
     if num_blocks < per_sequence:

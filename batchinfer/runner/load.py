@@ -24,6 +24,7 @@ from batchinfer.models.dtype import resolve_dtype
 from batchinfer.runner.host import num_cores
 from batchinfer.runner.kv_memory import (
     FREE_SHARE,
+    HOST_AUTO_LEN,
     KVLayout,
     allocate,
     bytes_per_block,
@@ -104,6 +105,7 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
         max_num_seqs=max_num_seqs,
         free_bytes=free_memory(device),
         share=share,
+        auto_len=HOST_AUTO_LEN if on_cpu else None,
     )
     facts["num_blocks"] = Fact(num_blocks, source)
     facts["kv_cache_bytes"] = Fact(num_blocks * block_bytes, source)

@@ -35,6 +35,12 @@ def test_auto_is_what_can_be_used_within_a_share_of_free_memory() -> None:
     assert blocks(8000) == (8, "engine.kv_cache_memory")
 
 
+def test_auto_plans_for_shorter_sequences_where_told_and_always_for_a_whole_one() -> None:
+    assert blocks(auto_len=40) == (15, "auto: max_num_seqs sequences of 40 tokens")
+    assert blocks(auto_len=8)[0] == 7
+    assert blocks(auto_len=500) == blocks()
+
+
 def test_too_little_for_one_sequence_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"lower engine.max_model_len or raise engine.kv_cache_memory"):
         blocks(6999)
