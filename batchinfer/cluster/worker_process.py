@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -53,7 +54,10 @@ def main() -> int:
     import batchinfer.cluster.worker_process as importable
 
     importable.started_engine = host
-    return _serve(_told()["scheduler"], warm, host)
+    code = _serve(_told()["scheduler"], warm, host)
+    if os.getppid() != int(sys.argv[1]):  # a driver that was killed has not tidied up
+        shutil.rmtree(warm["scratch"], ignore_errors=True)
+    return code
 
 
 def _told() -> dict[str, Any]:
