@@ -62,9 +62,6 @@ def _open_local_folder(folder: Path) -> ModelFiles:
 
 def _with_tokenizer(files: ModelFiles, path: str) -> ModelFiles:
     local = Path(path).expanduser()
-    from_config: frozenset[int]
-    if files.kind == "fake":
-        raise ModelError(f"model.tokenizer: a {fake.SCHEME} model has a tokenizer of its own")
     tokenizer: TokenizerFiles
     if local.suffix == ".gguf":
         tokenizer, templates, eos = open_gguf_tokenizer(local)
@@ -77,11 +74,14 @@ def _with_tokenizer(files: ModelFiles, path: str) -> ModelFiles:
             local = hub.fetch(path, revision=None, weights=False)
         tokenizer, templates = open_tokenizer_folder(local)
         eos = tokenizer_eos(tokenizer)
+    config = files.config
+    if files.kind == "fake" and eos:  # it ends where its tokenizer says, as the rest of it has no opinion
+        config = {**config, "eos_token_id": min(eos)}
     # The model's configs still say where it ends; a GGUF file says it in its tokenizer metadata alone.
-    from_config = union_of_eos(files.config, files.generation_config, eos)
     return replace(
         files,
+        config=config,
         tokenizer=tokenizer,
         chat_templates=templates or files.chat_templates,
-        eos_token_ids=from_config,
+        eos_token_ids=union_of_eos(config, files.generation_config, eos),
     )

@@ -111,6 +111,14 @@ def test_another_tokenizer(tmp_path: Path) -> None:
         open_model(str(folder), tokenizer=str(tmp_path / "no" / "such" / "place"))
 
 
+def test_a_fake_model_takes_a_real_tokenizer_and_its_end(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "tiny")
+    files = open_model("fake://hash?vocab=600", tokenizer=str(folder))
+    assert files.tokenizer == open_model(str(folder)).tokenizer
+    assert files.eos_token_ids == {files.config["eos_token_id"]}
+    assert files.eos_token_ids <= open_model(str(folder)).eos_token_ids
+
+
 def test_fake_models() -> None:
     files = open_model("fake://hash?vocab=300&max_model_len=64&eos_rate=0.5&word=x")
     assert (files.kind, files.max_model_len, files.tokenizer.kind) == ("fake", 64, "fake")
