@@ -68,6 +68,10 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tenso
     head_dim = k_cache.shape[3]
     if fresh_blocks.shape[0]:
         v_cache.index_fill_(0, fresh_blocks, 0)
+    # One look for all tokens: the sum of finite numbers may overflow too, which costs time and changes nothing.
+    if not bool(torch.isfinite(k.sum() + v.sum())):
+        sick = ~(torch.isfinite(k) & torch.isfinite(v)).all(-1, keepdim=True)
+        k, v = k.masked_fill(sick, torch.nan), v.masked_fill(sick, 0)
     k_cache.view(-1, head_dim).index_copy_(0, rows, k.reshape(-1, head_dim))
     v_cache.view(-1, head_dim).index_copy_(0, rows, v.reshape(-1, head_dim))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from batchinfer import LLM, SamplingParams
 from batchinfer.testing.oracle import Oracle
 from batchinfer.testing.tiny import make_tiny
 from batchinfer.types.request import RequestOutput
+from batchinfer.types.rows import ErrorClass
 
 NEAR_TIE = 1e-3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -119,3 +121,26 @@ def test_a_sliding_window_with_a_cache_and_pre_emption(tmp_path: Path) -> None:
     small = llm(model, max_num_batched_tokens=64, max_num_seqs=5, max_model_len=128, kv_cache_memory=8 * block_bytes)
     assert [output.outputs for output in small.generate(prompts, params)] == [output.outputs for output in first]
     assert small.stats()["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("budget", [64, 512])
+def test_a_sick_row_does_not_spoil_the_prefix_that_it_shares(model: Path, budget: int) -> None:
+    """B66: its chunk with the bad token also holds the head of the others, whose blocks are cached before its end."""
+    head = ids(40, seed=0)
+    good = [[*head, 5 + i] for i in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
+    expected = [output.outputs for output in llm(model).generate(good, params)]
+    engine = llm(model, max_num_batched_tokens=budget, max_num_seqs=4)
+    spoil_embedding(engine, 381)
+    outputs = engine.generate([[*head, 381, *ids(60, seed=1)], *good], params)
+    assert outputs[0].error is not None
+    assert outputs[0].error.error_class is ErrorClass.NON_FINITE_LOGITS
+    assert [output.error for output in outputs[1:]] == [None] * 3
+    assert [output.outputs for output in outputs[1:]] == expected
+    assert [output.outputs for output in engine.generate(good, params)] == expected
+
+
+def spoil_embedding(engine: LLM, token_id: int) -> None:
+    runner: Any = engine.engine.runner
+    embedding = next(p for name, p in runner._model.named_parameters() if "embed" in name)
+    embedding.data[token_id] = float("nan")

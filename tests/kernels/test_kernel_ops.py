@@ -130,6 +130,23 @@ def test_kv_write_stores_by_head_row_and_clears_fresh_blocks(backend: str) -> No
     assert v_cache[0, :, 0].isnan().all()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["key", "value"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_kv_write_keeps_a_sick_token_from_those_before_it(backend: str, where: str, value: float) -> None:
+    k_cache, v_cache = torch.zeros(1, 2, 3, 5), torch.zeros(1, 2, 3, 5)
+    k, v = normal(2, 2, 5), normal(2, 2, 5, seed=1)
+    healthy_k, healthy_v = k.clone(), v.clone()
+    (k if where == "key" else v)[1, 0, 3] = value
+    rows = torch.tensor([head * 3 + offset for offset in range(2) for head in range(2)])
+    resolve(backend).kv_write(k, v, k_cache, v_cache, rows, torch.tensor([0]))
+    assert k_cache[0, 0, 1].isnan().all()
+    assert v_cache.isfinite().all()
+    for head, offset in ((0, 0), (1, 0), (1, 1)):
+        assert torch.equal(k_cache[0, head, offset], healthy_k[offset, head])
+        assert torch.equal(v_cache[0, head, offset], healthy_v[offset, head])
+
+
 def test_reference_attention_in_splits_equals_float64() -> None:
     length, size, block = 23, 8, 4
     q, k, v = normal(length, 6, 10), normal(length, 2, 10, seed=1), normal(length, 2, 10, seed=2)
