@@ -71,9 +71,7 @@ class SamplingParams:
             "a finite number of at least 0",
         )
         need(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        need(
-            is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer of at least -1 (0 and -1 keep all)"
-        )
+        need(is_int(self.top_k) and self.top_k >= -1, "top_k", "an integer of at least -1 (0 and -1 keep all)")
         need(is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "between 0 and 1")
         need(
             is_number(self.repetition_penalty) and self.repetition_penalty > 0,
