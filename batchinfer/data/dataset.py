@@ -18,12 +18,13 @@ import pyarrow as pa
 
 from batchinfer.data import arrow, jsonl, parquet
 from batchinfer.data.cursors import Cursor, Target, keep_cursor, take_cursor
+from batchinfer.data.jsontypes import Kind
 from batchinfer.data.rows import RowBatch, check_text, in_schema
-from batchinfer.data.schema import unite
+from batchinfer.data.schema import is_list, unite
 from batchinfer.data.sources import Source, find_sources
 from batchinfer.errors import InputError
 
-__all__ = ["InputDataset", "InputFile", "RowBatch", "changes", "new_files", "open_dataset"]
+__all__ = ["InputDataset", "InputFile", "Kind", "RowBatch", "changes", "new_files", "open_dataset"]
 
 log = logging.getLogger("batchinfer.data")
 
@@ -87,11 +88,47 @@ class InputDataset:
         """InputError that names missing columns and lists those that are there."""
         names = self.schema.names
         missing = sorted(set(columns) - set(names))
+        if missing and not names:
+            raise InputError(f"the input {self.path} is empty: it holds no rows and no columns")
         if missing:
             there = ", ".join(names[:30]) + (", …" if len(names) > 30 else "")
             raise InputError(
                 f"the input {self.path} has no column {', '.join(map(repr, missing))}; its columns are: {there}"
             )
+
+    def check_field(self, name: str) -> None:
+        """InputError where a prompt template's name leads to nothing: neither a column nor field b of column a."""
+        if name in self.schema.names:
+            return
+        head, *path = name.split(".")
+        self.check_columns([head])
+        kind = self.schema.field(head).type
+        if any(head in file.mixed for file in self.files):
+            return  # some rows may hold a struct
+        for depth, key in enumerate(path):
+            if pa.types.is_null(kind):
+                return
+            there = [entry.name for entry in kind] if pa.types.is_struct(kind) else []
+            if key not in there:
+                what = f"has the fields {', '.join(there)}" if there else f"is {kind}, not a struct"
+                raise InputError(
+                    f"the input {self.path} has no {name!r}: {'.'.join([head, *path[:depth]])!r} {what}; braces of "
+                    "the text itself are written {{ and }}"
+                )
+            kind = kind.field(key).type
+
+    def kind_of(self, column: str) -> str:
+        """What a column's values are: text, list of structs, list, null, mixed, or else the type's own name."""
+        kind = self.schema.field(column).type
+        if any(column in file.mixed for file in self.files):
+            return "mixed"
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+            return "text"
+        if is_list(kind):
+            return "list of structs" if pa.types.is_struct(kind.value_type) else "list"
+        return "null" if pa.types.is_null(kind) else str(kind)
 
     def read(
         self, file: int, start: int = 0, stop: int | None = None, columns: Sequence[str] | None = None
@@ -192,6 +229,7 @@ def open_dataset(
     limit: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | None = None,
+    used_as: Mapping[str, Kind] | None = None,
 ) -> InputDataset:
     """Find the input's files, read what is cheap, and unite their schemas.
 
@@ -199,6 +237,7 @@ def open_dataset(
                or hub id (`org/name::split`, `org/name:config::split`)
     limit      the first N rows of all files together
     cache_dir  where seek indexes of JSON Lines files are kept; without it they are scanned by each reader
+    used_as    what columns must hold to be of use: where JSON Lines mix kinds of values, that kind is the column's
 
     Raises InputError: nothing there, unreadable files, schemas that can't be united.
     """
@@ -211,7 +250,7 @@ def open_dataset(
     for source in find_sources(path, format, options):
         if left == 0 and schemas:
             break
-        file, schema = _inspect(len(files), source, options, left, cache_dir)
+        file, schema = _inspect(len(files), source, options, left, cache_dir, used_as or {})
         if left is not None:
             file = replace(file, num_rows=min(file.num_rows, left))
             left -= file.num_rows
@@ -221,7 +260,12 @@ def open_dataset(
 
 
 def _inspect(
-    index: int, source: Source, options: Mapping[str, Any], limit: int | None, cache_dir: str | None
+    index: int,
+    source: Source,
+    options: Mapping[str, Any],
+    limit: int | None,
+    cache_dir: str | None,
+    used_as: Mapping[str, Kind],
 ) -> tuple[InputFile, pa.Schema]:
     name, uri = source.name, source.uri
     seek_index = ""
@@ -231,7 +275,7 @@ def _inspect(
     elif source.format == "arrow":
         schema, num_rows, num_bytes, fingerprint = arrow.inspect_arrow(name, uri, options)
     else:
-        facts = jsonl.inspect_jsonl(name, uri, source.compression, options, limit, cache_dir)
+        facts = jsonl.inspect_jsonl(name, uri, source.compression, options, limit, cache_dir, used_as)
         schema, num_rows, num_bytes, fingerprint = facts.schema, facts.num_rows, facts.num_bytes, facts.fingerprint
         seek_index, mixed = facts.index_path, facts.mixed
     file = InputFile(

@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from batchinfer.data.cursors import Target
 from batchinfer.data.fs import publish_file, retrying, temp_for
-from batchinfer.data.jsontypes import Shape, clean_surrogates, to_array
+from batchinfer.data.jsontypes import Kind, Shape, clean_surrogates, to_array
 from batchinfer.data.sources import edge_fingerprint, open_bytes
 from batchinfer.errors import InputError
 from batchinfer.types.rows import ErrorClass, RowError
@@ -38,6 +38,7 @@ MARK_ROWS = 1_024
 MARK_BYTES = 4 << 20
 READ_BYTES = 1 << 20
 MAX_DIGITS = 1_000
+MAX_DEPTH = 48  # of lists and objects in each other: neither Arrow's nor Parquet's schemas nest without end
 _LONG_NUMBER = re.compile("[0-9]{1001}")
 SCAN_ROWS = 2_048
 SCAN_BYTES = 8 << 20
@@ -47,6 +48,15 @@ _OTHER_ENCODINGS = (
     (b"\x00\x00\xfe\xff", "UTF-32"),
     (b"\xff\xfe", "UTF-16"),
     (b"\xfe\xff", "UTF-16"),
+)
+_OTHER_FORMATS = (
+    (b"PAR1", "a Parquet file", "set input.format: parquet, or name it .parquet"),
+    (b"ARROW1", "an Arrow file", "set input.format: arrow, or name it .arrow"),
+    (b"\x1f\x8b", "packed by gzip", "name it .jsonl.gz"),
+    (b"\x28\xb5\x2f\xfd", "packed by zstd", "name it .jsonl.zst"),
+    (b"PK\x03\x04", "a zip archive", "unpack it"),
+    (b"BZh", "packed by bzip2", "unpack it, or pack it by gzip or zstd"),
+    (b"\xfd7zXZ", "packed by xz", "unpack it, or pack it by gzip or zstd"),
 )
 READ_FAULTS = (OSError, EOFError, zlib.error, pa.ArrowException)
 
@@ -70,22 +80,31 @@ class JsonlFacts:
 
 
 def inspect_jsonl(
-    name: str, uri: str, compression: str, options: Mapping[str, Any], limit: int | None, cache_dir: str | None
+    name: str,
+    uri: str,
+    compression: str,
+    options: Mapping[str, Any],
+    limit: int | None,
+    cache_dir: str | None,
+    used_as: Mapping[str, Kind],
 ) -> JsonlFacts:
     """Scan a file, or take what an earlier scan of the same bytes left in `cache_dir`. InputError when it can't be
-    read or is in another encoding."""
+    read or is in another encoding. `used_as`: see `jsontypes`."""
     try:
         fingerprint = edge_fingerprint(uri, options)
         path = None
         if cache_dir is not None:
             part = "" if limit is None else f"-{limit}"
+            if used_as:
+                part += f"-{zlib.crc32(json.dumps(sorted(used_as.items())).encode()):08x}"
             path = Path(cache_dir) / f"jsonl-{fingerprint}{part}.arrow"
             known = _load_index(path, fingerprint)
             if known is not None:
                 return known
-        facts = _scan(name, uri, compression, options, limit, fingerprint)
+        facts = _scan(name, uri, compression, options, limit, fingerprint, used_as)
     except READ_FAULTS as error:
-        raise InputError(f"input file {name} can't be read: {error}") from None
+        packed = f"; it is no whole {compression} file: pack or copy it again, or rename it" if compression else ""
+        raise InputError(f"input file {name} can't be read: {error}{packed}") from None
     if path is None:
         return facts
     _save_index(path, facts)
@@ -140,7 +159,13 @@ def _open_lines(uri: str, compression: str, options: Mapping[str, Any]) -> Itera
 
 
 def _scan(
-    name: str, uri: str, compression: str, options: Mapping[str, Any], limit: int | None, fingerprint: str
+    name: str,
+    uri: str,
+    compression: str,
+    options: Mapping[str, Any],
+    limit: int | None,
+    fingerprint: str,
+    used_as: Mapping[str, Kind],
 ) -> JsonlFacts:
     shape = Shape()
     records: list[dict[str, Any]] = []
@@ -192,7 +217,7 @@ def _scan(
             f"input file {name} is not JSON Lines, one JSON object a line (first line: {first_problem}). A JSON "
             "array can be converted with: jq -c '.[]'"
         )
-    columns = {column: entry.arrow(top=True) for column, entry in shape.fields.items()}
+    columns = {column: entry.column(used_as.get(column)) for column, entry in shape.fields.items()}
     mixed = tuple(column for column, (_, is_mixed) in columns.items() if is_mixed)
     for column in mixed:
         kind = columns[column][0]
@@ -209,6 +234,9 @@ def _scan(
 
 
 def _refuse_encoding(name: str, line: bytes) -> None:
+    for magic, what, instead in _OTHER_FORMATS:
+        if line.startswith(magic):
+            raise InputError(f"input file {name} is {what}, not JSON Lines; {instead}")
     encoding = next((known for mark, known in _OTHER_ENCODINGS if line.startswith(mark)), "")
     if not encoding:
         if b"\0" not in line[:4]:
@@ -238,9 +266,21 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
         return f"not JSON: {error}"
     if not isinstance(record, dict):
         return f"not a JSON object but {type(record).__name__}"
+    if text.count("[") + text.count("{") > MAX_DEPTH and _too_deep(record):
+        return f"nested deeper than {MAX_DEPTH} levels"
     if b"\\ud" in line or b"\\uD" in line:
         return clean_surrogates(record)  # type: ignore[no-any-return]
     return record
+
+
+def _too_deep(record: dict[str, Any]) -> bool:
+    level: list[Any] = [record]
+    for _ in range(MAX_DEPTH):
+        inner = (entry.values() if isinstance(entry, dict) else entry for entry in level)
+        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _first_bad_byte(line: bytes) -> int:

@@ -2,8 +2,9 @@
 
 One kind of value everywhere gives its exact type: integers stay integers (int64, else uint64, else decimal), numeric
 text stays text, dates stay text. A column with several kinds becomes text when text is among them (unless another
-kind makes up nine tenths), and a row whose value is not of the column's kind is reported by `to_array`. Not here:
-lines and files (see `jsonl`).
+kind makes up nine tenths), so that nothing of a carried column is lost; a column that is used as something (`Kind`) is
+of that kind, so that one wrong row spoils none of the others. A row whose value is not of the column's kind is reported
+by `to_array`. Not here: lines and files (see `jsonl`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 MAX_EXACT_FLOAT = 1 << 53
 DOMINANT = 0.9
+Kind = Literal["text", "number", "list", "object"]
+_KINDS: dict[Kind, tuple[type, ...]] = {"text": (str,), "number": (int, float), "list": (list,), "object": (dict,)}
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _NAMES = {
     "str": "text",
@@ -107,6 +110,16 @@ class Shape:
             if shape is None:
                 shape = fields[name] = Shape()
             shape.add(entry)
+
+    def column(self, used_as: Kind | None = None) -> tuple[pa.DataType, bool]:
+        """(type, whether some values are not of it) of a column; `used_as`: what it must hold to be of use."""
+        if used_as is not None:
+            wanted = {kind: count for kind, count in self.counts.items() if kind in _KINDS[used_as]}
+            if wanted:
+                kind = float if len(wanted) > 1 else next(iter(wanted))
+                own, mixed = self._of_kind(kind)
+                return own, mixed or len(wanted) < len(self.counts)
+        return self.arrow(top=True)
 
     def arrow(self, top: bool = False) -> tuple[pa.DataType, bool]:
         """(type, whether some values are not of it). `top`: a column, where a dominant kind can win over text."""

@@ -84,7 +84,7 @@ def unite_types(a: pa.DataType, b: pa.DataType, path: str = "") -> pa.DataType:
         return unite_types(_storage(a), _storage(b), path)
     if t.is_struct(a) and t.is_struct(b):
         return _unite_structs(a, b, path)
-    if _is_list(a) and _is_list(b):
+    if is_list(a) and is_list(b):
         item = unite_types(a.value_type, b.value_type, f"{path}[]")
         return pa.large_list(item) if t.is_large_list(a) or t.is_large_list(b) else pa.list_(item)
     if t.is_map(a) and t.is_map(b):
@@ -101,7 +101,7 @@ def _storage(a: pa.DataType) -> pa.DataType:
     return a.storage_type if isinstance(a, pa.BaseExtensionType) else a
 
 
-def _is_list(a: pa.DataType) -> bool:
+def is_list(a: pa.DataType) -> bool:
     return bool(t.is_list(a) or t.is_large_list(a) or t.is_fixed_size_list(a))
 
 
@@ -207,7 +207,7 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         if not inner:
             return array.cast(target)
         return pa.StructArray.from_arrays(inner, fields=list(target), mask=mask)
-    if _is_list(kind) and _is_list(target):
+    if is_list(kind) and is_list(target):
         return _conform_list(array, target)
     if t.is_map(kind) and t.is_map(target):
         return _conform_map(array, target)

@@ -7,26 +7,29 @@ frozen job, that one is compared with and kept (`job.manifest`).
 from __future__ import annotations
 
 import atexit
+import fnmatch
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import secrets
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import batchinfer
-from batchinfer.data.dataset import InputDataset, open_dataset
+from batchinfer.data.dataset import InputDataset, Kind, open_dataset
 from batchinfer.data.fs import check_output_path, is_foreign
 from batchinfer.errors import ConfigError, InputError, ResumeRefused
 from batchinfer.job.context import JobContext, make_context
 from batchinfer.job.layout import JobLayout
 from batchinfer.job.manifest import ResolvedJob, differences, in_frozen_order, load_manifest, refusal, with_drawn
-from batchinfer.job.spec import JobSpec
+from batchinfer.job.spec import InputSpec, JobSpec
 from batchinfer.modelfiles import ModelFiles, open_model
 from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
 
@@ -36,6 +39,11 @@ _PENALTIES = ("repetition_penalty",)
 # Settings that decide the output's columns: a part can't be half this, half that.
 _SHAPES = ("sampling.n", "sampling.logprobs")
 _SAMPLE_ROWS = 64
+_NUMBERS = frozenset(field.name for field in fields(SamplingParams) if isinstance(field.default, (int, float))) - {
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+} | {"seed", "max_tokens"}
 
 
 def resolve_job(
@@ -64,6 +72,7 @@ def resolve_job(
     frozen = None if ignore_existing else load_manifest(layout)
     if extend and frozen is None:
         raise ConfigError(f"--extend: {layout.output} holds no job to extend; submit without it")
+    _refuse_unwritable_output(layout)
     _refuse_output_in_input(spec.input.path, layout)
     files = open_model(spec.model.path, revision=spec.model.revision, tokenizer=spec.model.tokenizer)
     dataset = open_dataset(
@@ -72,6 +81,7 @@ def resolve_job(
         limit=spec.input.limit,
         storage_options=spec.input.storage_options,
         cache_dir=cache_dir or (str(layout.input_cache) if frozen is not None else _temporary_cache()),
+        used_as=_used_as(spec.input),
     )
     semantic, sources = _resolve_values(spec, files, instruction_level)
     job = ResolvedJob(
@@ -107,18 +117,56 @@ def resolve_job(
     return in_frozen_order(frozen, job)
 
 
+def _used_as(spec: InputSpec) -> dict[str, Kind]:
+    """What the columns must hold that the job names, where that is one kind of value."""
+    used: dict[str, Kind] = {column: "number" for name, column in spec.sampling_columns.items() if name in _NUMBERS}
+    used |= {column: "list" for column in (spec.messages_column, spec.tools_column) if column is not None}
+    return used | ({} if spec.prompt_column is None else {spec.prompt_column: "text"})
+
+
 def _refuse_output_in_input(path: str, layout: JobLayout) -> None:
     """Parts must not turn up as new input files when the job goes on."""
-    if "://" in path:
+    base = path.partition("::")[0].removeprefix("file://")
+    if "://" in base:
         return
-    fixed = Path(path.partition("::")[0])
-    while any(char in fixed.name for char in "*?["):
-        fixed = fixed.parent
-    inside = layout.output == fixed or (fixed in layout.output.parents and (path == str(fixed) or "**" in path))
-    if inside and not fixed.is_file():
+    part = layout.output.resolve() / "part-00000-00000.parquet"
+    source = Path(base)
+    if source.is_dir():
+        found = source.resolve() in part.parents
+    elif source.exists():
+        found = False
+    else:
+        steps = source.parts
+        fixed = next((i for i, step in enumerate(steps) if any(char in step for char in "*?[")), len(steps))
+        found = _matches((*Path(*steps[:fixed]).resolve().parts, *steps[fixed:]), part.parts)
+    if found:
         raise ConfigError(
             f"output.path {layout.output} lies where input.path {path} looks for files: the output would be taken for "
             "input when the job goes on. Give a folder outside of it"
+        )
+
+
+def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether a glob's steps match a path's: ** is any number of them."""
+    if not pattern or not parts:
+        return not parts and all(step == "**" for step in pattern)
+    if pattern[0] == "**":
+        return _matches(pattern[1:], parts) or _matches(pattern, parts[1:])
+    return fnmatch.fnmatchcase(parts[0], pattern[0]) and _matches(pattern[1:], parts[1:])
+
+
+def _refuse_unwritable_output(layout: JobLayout) -> None:
+    """The output's folder can be made and written to, or the reason why not; nothing is written here."""
+    folder = layout.output
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    what = "it is" if folder == layout.output else f"{folder} is"
+    if not folder.is_dir():
+        kind = "a link to nowhere" if folder.is_symlink() and not folder.exists() else "a file"
+        raise ConfigError(f"output.path {layout.output}: {what} {kind}, not a folder; give another output.path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"output.path {layout.output}: {what} a folder that can't be written to; give another output.path"
         )
 
 
@@ -254,19 +302,20 @@ def _max_model_len(spec: JobSpec, files: ModelFiles) -> tuple[str, int, str]:
 def check_columns(job: ResolvedJob, context: JobContext) -> None:
     """The columns that prompts come from are of types that can work: said before the start, not row by row."""
     spec, dataset = job.spec.input, context.dataset
-    types = {field.name: str(field.type) for field in dataset.schema}
-    mixed = {name for file in dataset.files for name in file.mixed}
-    for key, column, words in (
-        ("prompt_column", spec.prompt_column, ("string", "null")),
-        ("messages_column", spec.messages_column, ("list", "string", "null")),
-        ("tools_column", spec.tools_column, ("list", "string", "null")),
+    for key, column, kinds, words in (
+        ("prompt_column", spec.prompt_column, ("text",), "text"),
+        ("messages_column", spec.messages_column, ("list of structs",), "lists of structs with role and content"),
+        ("tools_column", spec.tools_column, ("list of structs", "text"), "lists of structs, or JSON text of them"),
     ):
-        if column is not None and column not in mixed and not any(word in types[column] for word in words):
+        if column is not None and dataset.kind_of(column) not in (*kinds, "null", "mixed"):
+            kind = dataset.schema.field(column).type
             where = ", ".join(file.name for file in dataset.files[:3])
-            raise InputError(
-                f"input.{key}: column {column!r} is {types[column]} in {where}; it must hold "
-                f"{'text' if key == 'prompt_column' else 'lists of structs'}"
-            )
+            raise InputError(f"input.{key}: column {column!r} is {kind} in {where}; it must hold {words}")
+    for name in context.renderer.spec.fields():
+        try:
+            dataset.check_field(name)
+        except InputError as error:
+            raise InputError(f"input.{'prompt' if spec.prompt is not None else 'messages'}: {error}") from None
 
 
 def _text_bytes(dataset: InputDataset, columns: tuple[str, ...]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ messages (`job.spec_problems`).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -131,7 +132,7 @@ class EngineSpec(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = True
     tensor_parallel_size: PositiveInt = 1
-    max_model_len: PositiveInt | None = None
+    max_model_len: Annotated[int, Field(ge=2, description="tokens of prompt and completion together")] | None = None
     max_num_seqs: AutoInt = "auto"
     max_num_batched_tokens: AutoInt = "auto"
     kv_cache_memory: ByteSize = "auto"
@@ -251,6 +252,7 @@ def known_keys() -> dict[str, list[str]]:
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(:[\w.-]+)?(::[\w.\[\]%:-]+)?")  # owner/name:config::split
 
 
 def _absolute(spec: JobSpec, base: Path) -> JobSpec:
@@ -259,13 +261,15 @@ def _absolute(spec: JobSpec, base: Path) -> JobSpec:
     def local(text: str) -> str:
         if "://" in text:
             return text
-        return str((base / Path(text).expanduser()).resolve())
+        # Links stay: their names end as the file's format asks, what they point to may not (a hub's cache).
+        return os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100
 
-    def local_or_hub(text: str) -> str:
-        if "://" in text or (base / Path(text).expanduser()).exists():
+    def local_or_hub(text: str, hub_id: re.Pattern[str] = _HUB_ID) -> str:
+        there = (base / Path(text).expanduser()).exists() or (base / text.partition("::")[0]).exists()
+        if "://" in text or there:
             return local(text)
         looks_local = text.endswith((".gguf", ".parquet", ".jsonl", ".json", ".gz", ".zst", ".arrow"))
-        return text if _HUB_ID.fullmatch(text) and not looks_local else local(text)
+        return text if hub_id.fullmatch(text) and not looks_local else local(text)
 
     model = spec.model.model_copy(
         update={
@@ -276,7 +280,7 @@ def _absolute(spec: JobSpec, base: Path) -> JobSpec:
     return spec.model_copy(
         update={
             "model": model,
-            "input": spec.input.model_copy(update={"path": local_or_hub(spec.input.path)}),
+            "input": spec.input.model_copy(update={"path": local_or_hub(spec.input.path, _DATASET_ID)}),
             "output": spec.output.model_copy(update={"path": local(spec.output.path)}),
         }
     )

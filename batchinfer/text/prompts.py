@@ -72,6 +72,11 @@ class PromptSpec:
                         f"input.{name} needs input.messages_column or input.messages; "
                         f"input.{_IN_JOB_FILE.get(given[0], given[0])} does not go through a chat template"
                     )
+        taken = sorted({"messages", "tools"} & set(self.chat_template_kwargs))
+        if taken:
+            raise ConfigError(
+                f"input.chat_template_kwargs sets {' and '.join(taken)}, which come from the rows; remove them"
+            )
         if self.control_tokens not in ("auto", "text", "parse"):
             raise ConfigError(f"input.control_tokens must be auto, text or parse, got {self.control_tokens!r}")
         if self.now is not None:
@@ -91,13 +96,21 @@ class PromptSpec:
     def columns(self, available: Collection[str] | None = None) -> tuple[str, ...]:
         """Input columns that prompts need, sorted. With the input's own columns, "a.b" is a column of that name where
         there is one, else field b of column a."""
-        names: set[str] = {name for name in (self.prompt_column, self.messages_column, self.tools_column) if name}
-        if self.template is not None:
-            names |= FieldTemplate(self.template, "input.prompt").columns(available)
-        for message in _message_templates(self.messages or ()):
-            for part in message.values():
-                names |= part.columns(available) if isinstance(part, FieldTemplate) else set()
+        own = (self.prompt_column, self.messages_column, self.tools_column)
+        names: set[str] = {name for name in own if name is not None}
+        for template in self._templates():
+            names |= template.columns(available)
         return tuple(sorted(names))
+
+    def fields(self) -> tuple[str, ...]:
+        """The names in templates as they are written there: columns, or "a.b" for field b of column a."""
+        return tuple(dict.fromkeys(name for template in self._templates() for name in template.names))
+
+    def _templates(self) -> Iterator[FieldTemplate]:
+        if self.template is not None:
+            yield FieldTemplate(self.template, "input.prompt")
+        for message in _message_templates(self.messages or ()):
+            yield from (part for part in message.values() if isinstance(part, FieldTemplate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,18 +256,18 @@ class PromptRenderer:
         chosen = self.spec.chat_template
         if chosen is not None and ("{" in chosen or "\n" in chosen):
             return self._compiled(chosen, "input.chat_template", tokenizer), None
-        names = ", ".join(sorted(templates)) or "none"
+        there = f" (it has: {', '.join(sorted(templates))})" if templates else ""
         if chosen is not None:
             if chosen not in templates:
                 raise ConfigError(
-                    f"input.chat_template: the model has no chat template called {chosen!r} (it has: {names}); "
-                    "give one of these names, or a template's text"
+                    f"input.chat_template: the model has no chat template called {chosen!r}{there}; give "
+                    f"{'one of these names' if there else 'no name'}, or a template's text"
                 )
             return self._compiled(templates[chosen], chosen, tokenizer), None
         if "default" not in templates:
             raise ModelError(
-                f"the model has no {'default ' if templates else ''}chat template (it has: {names}), which messages "
-                "need; give input.chat_template (a name or a template's text), or use input.prompt or prompt_column"
+                f"the model has no {'default ' if templates else ''}chat template{there}, which messages need; "
+                " give input.chat_template (a name or a template's text), or use input.prompt or prompt_column"
             )
         default = self._compiled(templates["default"], "default", tokenizer)
         if self.spec.tools_column is not None and "tool_use" in templates:
@@ -277,7 +290,7 @@ def _message_templates(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         raise ConfigError("input.messages must be a list of {role: ..., content: ...}")
     parsed = []
     for n, message in enumerate(messages):
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        if not (isinstance(message.get("role"), str) and message["role"] and isinstance(message.get("content"), str)):
             raise ConfigError(f"input.messages[{n}] needs a role and a content, both texts")
         parsed.append(
             {

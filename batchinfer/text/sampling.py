@@ -65,9 +65,19 @@ class SamplingColumns:
         try:
             apply_overrides(self._base, overrides)
         except ConfigError as error:
-            columns = ", ".join(repr(self._columns[name]) for name in overrides)
+            columns = ", ".join(repr(self._columns[name]) for name in self._guilty(overrides))
             return RowError(ErrorClass.INVALID_SAMPLING, f"column {columns}: {error}")
         return overrides
+
+    def _guilty(self, overrides: Mapping[str, Any]) -> list[str]:
+        """The settings that are wrong alone; else they are only wrong together."""
+        guilty = []
+        for name, value in overrides.items():
+            try:
+                apply_overrides(self._base, {name: value})
+            except ConfigError:
+                guilty.append(name)
+        return guilty or list(overrides)
 
 
 def apply_overrides(base: SamplingParams, overrides: Mapping[str, Any] | None) -> SamplingParams:
