@@ -142,7 +142,13 @@ def resolve_here(
 def _driving(job: ResolvedJob, listener: Listener) -> Iterator[DriverLock]:
     """This process is the job's driver, and writes its log."""
     layout = replace(job.layout, retry=None)
-    with DriverLock.claim(lock_store(layout.output), on_wait=listener.said) as lock, log_to_file(layout.log):
+    try:
+        claimed = DriverLock.claim(lock_store(layout.output), on_wait=listener.said)
+    except OSError as error:  # the first thing that is written
+        raise ConfigError(
+            f"output.path {layout.output} can't be written to: {error.strerror or error}; give a folder that can"
+        ) from error
+    with claimed as lock, log_to_file(layout.log):
         lock.start_heartbeat()
         try:
             yield lock

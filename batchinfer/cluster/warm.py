@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchinfer.cluster.local import LocalWorkers
+from batchinfer.errors import ConfigError
 from batchinfer.job.layout import JobLayout
 
 if TYPE_CHECKING:
     from batchinfer.job.spec import JobSpec
 
 _FAKE = "fake://"
+_MOST_WORKERS = 64  # of any machine
 _ALWAYS = ("batchinfer.cluster.row_feed",)
 _FOR_MODELS = ("torch", "batchinfer.runner.load")
 
@@ -29,6 +31,12 @@ _FOR_MODELS = ("torch", "batchinfer.runner.load")
 @contextlib.contextmanager
 def local_workers(spec: JobSpec, *, start: bool = True) -> Iterator[LocalWorkers]:
     """Workers for a job, ended when the context is left. `start=False` where there is likely nothing to run."""
+    cores = num_cores()
+    if spec.cluster.workers > max(_MOST_WORKERS, 4 * cores):
+        raise ConfigError(
+            f"cluster.workers is {spec.cluster.workers}, each of them a process with an engine of its own, and this "
+            f"machine has {cores} cores; give at most {max(_MOST_WORKERS, 4 * cores)}"
+        )
     scratch = Path(tempfile.mkdtemp(prefix="batchinfer-"))
     workers = LocalWorkers(
         num_workers=spec.cluster.workers,
@@ -56,8 +64,12 @@ def is_finished(output: Path) -> bool:
 
 def fair_threads(num_workers: int) -> int:
     """CPU threads of each engine, so that engines do not fight for cores."""
+    return max(1, num_cores() // num_workers)
+
+
+def num_cores() -> int:
+    """That this process may use."""
     try:
-        cores = len(os.sched_getaffinity(0))
+        return len(os.sched_getaffinity(0))
     except AttributeError:
-        cores = os.cpu_count() or 1
-    return max(1, cores // num_workers)
+        return os.cpu_count() or 1
