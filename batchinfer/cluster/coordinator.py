@@ -305,8 +305,7 @@ class Coordinator:
                 ordered = [summaries[chunk] for chunk in sorted(summaries)]
                 self._submit(task, tasks.cut_window, run, epoch, window, ordered)
             case ev.FinishUnit(window, unit):
-                num_rows = next(u.num_rows for u in self._plan(window).units if u.unit == unit)
-                self._submit(task, tasks.finish_unit, run, window, unit, num_rows)
+                self._submit(task, tasks.finish_unit, run, window, unit, self._plan(window).epoch)
             case ev.GiveUpRow(piece, message):
                 prepared = self._plan(piece.window).epoch
                 self._submit(
@@ -324,7 +323,7 @@ class Coordinator:
 
     def _found_plan(self, window: int) -> WindowPlan | None:
         if window not in self._plans:
-            self._plans[window] = load_usable_window(self.job.layout, window)
+            self._plans[window] = load_usable_window(self.job.layout, window, self.state.uncommitted(window))
         return self._plans[window]
 
     def _submit(self, task: ev.Task, function: Callable[..., Any], *args: Any) -> None:

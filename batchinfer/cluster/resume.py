@@ -6,10 +6,11 @@ Results of single rows are not looked at here: the engine process skips rows tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from batchinfer.data.fs import LocalStore
+from batchinfer.data.prepared import is_whole_arrow_file
+from batchinfer.job.cleaning import clean_window
 from batchinfer.job.commit import CommitSummary, part_summary
 from batchinfer.job.events import Tally
 from batchinfer.job.layout import JobLayout
@@ -49,18 +50,37 @@ def find_committed(job: ResolvedJob, windows: Iterable[Window]) -> Committed:
     return found
 
 
-def load_usable_window(layout: JobLayout, window: int) -> WindowPlan | None:
-    """The window's plan if all its files are there. A plan whose prepared rows are gone is removed.
+def load_usable_window(layout: JobLayout, window: int, chunks: Collection[int]) -> WindowPlan | None:
+    """The window's plan, if it is one for these chunks and all that was written with it is there and whole.
 
-    (They go with the window's segments once all its parts are out; if a part is lost after that, the window is
-    planned and run again.)
+    Otherwise the window is cleaned, to be planned and run again: what stands beside an unusable plan may be what a
+    deletion or a copy has left, and one window's work is a small price. (A plan may be for other chunks where parts
+    were lost after their window had been cleaned: then it is planned for their chunks alone.)
     """
-    plan = load_window(layout, window)
-    if plan is None:
-        return None
-    for unit in plan.units:
-        if not layout.prepared_unit(window, plan.epoch, unit.unit).exists():
-            _log.warning("window %d was planned, but its prepared rows are gone: it is planned again", window)
-            LocalStore(layout.output).delete(layout.key(layout.window(window)))
+    try:
+        plan = load_window(layout, window)
+        if plan is None:
             return None
-    return plan
+        problem = _problem_of(layout, plan, chunks)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"its plan can't be read ({type(error).__name__}: {error})"
+    if problem is None:
+        return plan
+    _log.warning("window %d was planned, but %s: it is planned again", window, problem)
+    clean_window(layout, window)
+    return None
+
+
+def _problem_of(layout: JobLayout, plan: WindowPlan, chunks: Collection[int]) -> str | None:
+    summaries = {summary.chunk: summary for summary in plan.chunks}
+    if not summaries.keys() >= set(chunks):
+        return "for other chunks"
+    for unit in plan.units:
+        if not is_whole_arrow_file(layout.prepared_unit(plan.window, plan.epoch, unit.unit)):
+            return f"the prepared rows of unit {unit.unit} are gone or cut short"
+    for chunk in chunks:
+        summary = summaries[chunk]
+        errors = layout.plan_segment(plan.window, summary.epoch, chunk)
+        if summary.num_failed and not is_whole_arrow_file(errors):
+            return f"the errors found in chunk {chunk} are gone or cut short"
+    return None

@@ -97,10 +97,11 @@ def _run_job(
 ) -> JobResult:
     job = resolve_here(spec, extend=extend, ignore_existing=fresh)
     if fresh and job.layout.output.exists():
-        store = lock_store(job.layout.output)
-        DriverLock.claim(store, on_wait=listener.said).release()  # refuses while somebody is at work there
+        # Refuses while somebody is at work there; held until the folder has its new name.
+        epoch = DriverLock.claim(lock_store(job.layout.output), on_wait=listener.said).epoch
         aside = move_aside(job.layout)
         if aside is not None:
+            DriverLock(lock_store(aside), epoch).release()
             listener.said(f"the old output was moved to {aside}")
     with _driving(job, listener) as lock:
         job = freeze_job(job)
@@ -169,11 +170,12 @@ def _run(
     plans = [WindowPlan(window.window, tuple(chunk.chunk for chunk in window.chunks)) for window in windows]
     state = JobState(plans, committed=committed.chunks, limits=limits_of(job.spec))
     writer = StatusWriter(job, lock.epoch, committed, sum(len(plan.chunks) for plan in plans))
+    out = committed.chunks
+    clean_leftovers(job.layout, finished=[w.window for w in windows if all(chunk.chunk in out for chunk in w.chunks)])
     if state.idle:
         _log.info("nothing is left to do")
         writer.end("finished")
         return 0, []
-    clean_leftovers(job.layout)
     run = str(save_run(job, lock.epoch))
     num_rows = sum(window.num_rows for window in windows)
     _log.info("epoch %d: %d of %d rows are in parts that are out", lock.epoch, committed.tally.rows, num_rows)
@@ -244,6 +246,8 @@ def run_on_local_workers(
         dashboard_address=None,
         host="127.0.0.1",
         silence_logs=logging.CRITICAL,
+        # Without it Dask tries the dashboard's port, also to serve nothing, and warns where that is taken.
+        scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
     )
     client = Client(cluster)
     try:

@@ -11,8 +11,11 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import pyarrow as pa
+
 from batchinfer.cluster.leased_rows import unit_segments
-from batchinfer.data.prepared import read_prepared
+from batchinfer.data.prepared import Int32, Int64, read_prepared, row_identities
 from batchinfer.data.segments import (
     ResultRow,
     SegmentName,
@@ -53,17 +56,23 @@ def cut_window(run: str, epoch: int, window: int, summaries: Sequence[ChunkSumma
     return units.cut_units(_job(run)[0], window, summaries, epoch=epoch)
 
 
-def finish_unit(run: str, window: int, unit: int, num_rows: int) -> UnitOutcome:
-    """Compacts the unit's segments, if each of its rows has a result; counts the outcomes."""
+def finish_unit(run: str, window: int, unit: int, prepared_epoch: int) -> UnitOutcome:
+    """Compacts the unit's segments, if each of its rows has a result; counts the outcomes.
+
+    Rows are told by their identity, not by their number: a file under the unit's name may be cut short, or be a late
+    one of an earlier cut of this window.
+    """
     layout = _job(run)[0].layout
     target = layout.unit_results(window, unit)
+    wanted = _as_keys(*row_identities(layout.prepared_unit(window, prepared_epoch, unit)))
     table = read_segment(target, _COUNTED) if target.exists() else None
-    if table is None:
-        target.unlink(missing_ok=True)  # torn: a copy of the folder was cut short
-        table = merge_segments(unit_segments(layout.segments(window), unit))
-        if len(table) < num_rows:
-            return UnitOutcome(num_rows - len(table), Tally())
-        write_compacted(target, table)
+    if table is None or not np.array_equal(_keys_of(table), np.sort(wanted)):
+        merged = merge_segments(unit_segments(layout.segments(window), unit))
+        own = np.isin(_keys_of(merged), wanted)
+        table = merged if own.all() else merged.filter(pa.array(own))
+        if len(table) < len(wanted):
+            return UnitOutcome(len(wanted) - len(table), Tally())
+        write_compacted(target, table, replace=True)
     failed = table["error_class"].is_valid().to_numpy()
 
     def total(column: str) -> int:
@@ -80,6 +89,15 @@ def finish_unit(run: str, window: int, unit: int, num_rows: int) -> UnitOutcome:
             cached_tokens=total("cached_tokens"),
         ),
     )
+
+
+def _keys_of(table: pa.Table) -> Int64:
+    return _as_keys(table["chunk"].to_numpy(), table["row"].to_numpy())
+
+
+def _as_keys(chunks: Int32, rows: Int64) -> Int64:
+    """One number a row, in the order of (chunk, row)."""
+    return (chunks.astype(np.int64) << 40) | rows
 
 
 def give_up_row(run: str, epoch: int, window: int, unit: int, prepared_epoch: int, position: int, message: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchinfer.data.fs import publish_file, temp_for, when_visible
+from batchinfer.data.fs import publish_file, retrying, temp_for, when_visible
 from batchinfer.errors import BatchinferError
 
 Int32: TypeAlias = npt.NDArray[np.int32]
@@ -181,6 +181,30 @@ def iter_prepared(path: Path) -> Iterator[PreparedRows]:
                 yield _from_batch(reader.get_batch(i))
     except (pa.ArrowInvalid, OSError) as error:
         raise BatchinferError(f"prepared rows {path} can't be read: {error}") from error
+
+
+def is_whole_arrow_file(path: Path) -> bool:
+    """Whether an Arrow file is there with its footer: one that was cut short has none. Its rows are not read."""
+    try:
+        with retrying(lambda: pa.OSFile(str(path))) as source, pa.ipc.open_file(source):
+            return True
+    except (pa.ArrowInvalid, OSError):
+        return False
+
+
+def row_identities(path: Path) -> tuple[Int32, Int64]:
+    """(chunk, row) of each row of the file, in its order; tokens are not read. Raises like `iter_prepared`."""
+    fields = [PREPARED_SCHEMA.get_field_index(name) for name in ("chunk", "row")]
+    try:
+        options = pa.ipc.IpcReadOptions(included_fields=fields)
+        with (
+            when_visible(lambda: pa.OSFile(str(path))) as source,
+            pa.ipc.open_file(source, options=options) as reader,
+        ):
+            table = reader.read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise BatchinferError(f"prepared rows {path} can't be read: {error}") from error
+    return table["chunk"].to_numpy(), table["row"].to_numpy()
 
 
 def read_prepared(path: Path) -> PreparedRows:

@@ -12,10 +12,14 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Collection
+from pathlib import Path
 
+from batchinfer.data.fs import LocalStore
 from batchinfer.job.layout import JobLayout
 
 FOREIGN_TEMPORARY_AGE_S = 24 * 3600.0
+_WINDOW = re.compile(r"w(\d+)(?:\.json|-e\d+)?$")
 _DONE = re.compile(r"w(\d+)\.done")
 _TEMPORARY = re.compile(r"(?P<host>[A-Za-z0-9-]+)~(?P<pid>\d+)~\d+~.+")
 
@@ -33,19 +37,25 @@ def clean_window(layout: JobLayout, window: int) -> None:
         done.unlink()
 
 
-def clean_leftovers(layout: JobLayout) -> int:
+def clean_leftovers(layout: JobLayout, finished: Collection[int] = ()) -> int:
     """What dead processes left: half-cleaned windows and temporary files. To be called by the driver as it starts.
+
+    `finished` are windows whose parts are all out: a kill may have come before their cleaning, or an engine of an
+    earlier driver may have written after it.
 
     Of this host's processes, temporary files of the dead are removed; of other hosts' those that are a day old.
     Returns how many files and windows.
     """
     removed = 0
-    windows = layout.work / "windows"
-    if windows.is_dir():
-        for path in windows.iterdir():
-            if match := _DONE.fullmatch(path.name):
-                clean_window(layout, int(match[1]))
-                removed += 1
+    done = {int(match[1]) for name in _names(layout.work / "windows") if (match := _DONE.fullmatch(name))}
+    for kind in ("windows", "prepared", "segments"):
+        numbers = {int(match[1]) for name in _names(layout.work / kind) if (match := _WINDOW.match(name))}
+        done |= numbers.intersection(finished)
+    for window in sorted(done):
+        clean_window(layout, window)
+        removed += 1
+    # Files that were never given their names, wherever they lie.
+    removed += LocalStore(layout.state).remove_temps(older_than_s=FOREIGN_TEMPORARY_AGE_S)
     folder = layout.state / "tmp"
     if folder.is_dir():
         for path in folder.iterdir():
@@ -54,6 +64,10 @@ def clean_leftovers(layout: JobLayout) -> int:
                     path.unlink()
                     removed += 1
     return removed
+
+
+def _names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 def _is_left_over(name: str, age_s: float) -> bool:

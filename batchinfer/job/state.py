@@ -148,6 +148,10 @@ class JobState:
             return "running"
         return "planning" if phases & {"planning", "cutting"} else "committing"
 
+    def uncommitted(self, window: int) -> frozenset[int]:
+        """Chunks of an open window whose parts are not out."""
+        return frozenset(self._windows[window].uncommitted)
+
     def start(self) -> list[Instruction]:
         out: list[Instruction] = []
         self._advance(out)

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from batchinfer.data.prepared import PreparedRows, iter_prepared, write_prepared
-from batchinfer.job.ledger import ChunkSummary, Unit, WindowPlan, publish_window
+from batchinfer.errors import BatchinferError
+from batchinfer.job.ledger import ChunkSummary, Unit, WindowPlan, load_window, publish_window
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.token_order import Ints, RaggedTokens, cut_positions, neighbour_lcp, sort_rows
 from batchinfer.types.request import SamplingParams
@@ -32,6 +33,9 @@ def cut_units(job: ResolvedJob, window: int, chunks: Sequence[ChunkSummary], *, 
     files. Returns the plan that holds: another driver's if it was first (its prepared files are then the ones to use).
     """
     layout = job.layout
+    found = load_window(layout, window)
+    if found is not None:  # what it was cut from may be deleted already
+        return _same_chunks(found, chunks)
     paths = [layout.prepared_chunk(window, epoch, chunk.chunk, chunk.content_hash) for chunk in chunks]
     rows = _read_all(paths, sum(chunk.prompt_tokens for chunk in chunks))
     tokens = RaggedTokens(rows.tokens, rows.offsets)
@@ -70,9 +74,20 @@ def cut_units(job: ResolvedJob, window: int, chunks: Sequence[ChunkSummary], *, 
             duplicate_rows=num_duplicates(lcp, lengths),
         ),
     )
+    _same_chunks(plan, chunks)
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+    return plan
+
+
+def _same_chunks(plan: WindowPlan, chunks: Sequence[ChunkSummary]) -> WindowPlan:
+    """Two drivers at once may see different parts out, and so plan different chunks of a window."""
+    if not {chunk.chunk for chunk in plan.chunks} >= {chunk.chunk for chunk in chunks}:
+        raise BatchinferError(
+            f"window {plan.window} was planned by another driver (epoch {plan.epoch}) for other chunks; nothing is "
+            "lost, the same command plans it again"
+        )
     return plan
 
 

@@ -108,9 +108,9 @@ def test_a_lease_ends_with_durable_rows_and_a_second_one_runs_nothing(tmp_path: 
     begun = [message for message in shop.said if message["t"] in ("begun", "progress")]
     assert begun[0]["t"] == "begun"  # told before anything can happen to the rows
     for unit in shop.plan.units:
-        outcome = tasks.finish_unit(shop.run, 0, unit.unit, unit.num_rows)
+        outcome = tasks.finish_unit(shop.run, 0, unit.unit, 1)
         assert (outcome.missing, outcome.tally.rows, outcome.tally.failed) == (0, unit.num_rows, 0)
-        assert outcome == tasks.finish_unit(shop.run, 0, unit.unit, unit.num_rows)
+        assert outcome == tasks.finish_unit(shop.run, 0, unit.unit, 1)
     shop.said.clear()
     feed = shop.feed()
     first = shop.plan.units[0]
@@ -127,10 +127,10 @@ def test_a_unit_with_missing_rows_is_not_compacted(tmp_path: Path) -> None:
     feed.add(shop.lease(0, unit.unit, 0, unit.num_rows - 1))
     run_to_end(feed)
     feed.close()
-    assert tasks.finish_unit(shop.run, 0, unit.unit, unit.num_rows).missing == 1
+    assert tasks.finish_unit(shop.run, 0, unit.unit, 1).missing == 1
     assert not shop.job.layout.unit_results(0, unit.unit).exists()
     tasks.give_up_row(shop.run, 1, 0, unit.unit, 1, unit.num_rows - 1, "it kills")
-    outcome = tasks.finish_unit(shop.run, 0, unit.unit, unit.num_rows)
+    outcome = tasks.finish_unit(shop.run, 0, unit.unit, 1)
     assert (outcome.missing, outcome.tally.failed) == (0, 1)
     table = merge_segments(unit_segments(shop.job.layout.segments(0), unit.unit))
     assert ErrorClass.ENGINE_CRASH in table["error_class"].to_pylist()
