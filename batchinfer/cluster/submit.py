@@ -289,7 +289,9 @@ def run_on_local_workers(
             raise Interrupted(f"{end.message}; everything finished is kept, the same command goes on")
         case "failure_limit":
             raise FailureLimitReached(
-                f"{end.message} Look at the errors, mend the cause and run the same command again: it goes on."
+                f"{end.message} Mend the cause and run the same command again: it goes on. Rows that have failed stay "
+                "error rows until `batchinfer retry`. If the rows themselves are wrong, raise failure.max_failed_rows "
+                "to go on with them, or mend input or template and start over with --fresh."
             )
         case "refused":
             raise ConfigError(end.message)

@@ -26,7 +26,9 @@ class Limits:
     """When to hold back and when to give up.
 
     max_failed_rows     None: stop when `min_failed_rows` failed and they are half of those finished; counted by
-                        itself for rows that fail in planning (of those planned) and in the engine (in this run)
+                        itself for rows that fail in planning (of those planned) and in the engine (in this run).
+                        A number: stop when more failed in both together. What failed in an engine in an earlier run
+                        is not counted: the cause may be mended, and then the same command must go on
     max_running_windows   planned or run at the same time; `max_open_windows` counts those being committed as well
     no_worker_s         how long to wait for a worker when there is none
     stop_s              how long a stopping job waits for engines and commits
@@ -319,8 +321,9 @@ class JobState:
     def _check_failures(self, out: list[Instruction]) -> None:
         limits = self.limits
         if limits.max_failed_rows is not None:
-            if self.tally.failed > limits.max_failed_rows:
-                message = f"{self.tally.failed} rows failed, and failure.max_failed_rows is {limits.max_failed_rows}."
+            failed = self.planning_failed + self.fresh.failed
+            if failed > limits.max_failed_rows:
+                message = f"{failed} rows failed, and failure.max_failed_rows is {limits.max_failed_rows}."
                 self._stop("failure_limit", message, out)
             return
         for failed, finished, where in (

@@ -393,3 +393,14 @@ def test_wrong_input_found_by_a_task_is_not_tried_again() -> None:
     drive = Driver(JobState([WindowPlan(0, (0,))]))
     out = drive(ev.TaskFailed(ev.PlanChunk(0, 0), "the input changed", fatal=True, refused=True))
     assert out == [ev.EndJob("refused", "the input changed")]
+
+
+@pytest.mark.parametrize("limit", [None, 120])
+def test_rows_that_failed_in_an_earlier_run_do_not_stop_this_one(limit: int | None) -> None:
+    """Exit code 4 says: mend the cause, the same command goes on. What failed then has its durable error rows."""
+    drive = running(2000, 2000, limits=Limits(max_failed_rows=limit))
+    drive(ev.LeaseDone("w0", 0))  # every row was durable before
+    drive(ev.UnitFinished(0, 0, 0, Tally(2000, 2000)))
+    assert ev.StopEngine("w0") not in drive(ev.LeaseProgress("w0", 1, Tally(1000, 99)))
+    assert drive.state.tally.failed == 2099
+    assert ev.StopEngine("w0") in drive(ev.LeaseProgress("w0", 1, Tally(800, 801)))
