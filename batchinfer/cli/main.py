@@ -67,7 +67,7 @@ def submit(job: str, overrides: tuple[str, ...], fresh: bool, extend: bool, dry_
 
         with ProgressDisplay() as display:
             result = run_job(spec, workers, fresh=fresh, extend=extend, listener=display.listener())
-    click.echo(result_text(result))
+    _result(result_text(result))
     return result.exit_code
 
 
@@ -101,15 +101,17 @@ def verify(job: str) -> int:
     """Prove that the output holds each input row exactly once. JOB is a job file or its output folder."""
     from batchinfer.cli.texts import verify_text
     from batchinfer.job.layout import JobLayout
-    from batchinfer.job.manifest import load_manifest
+    from batchinfer.job.manifest import load_manifest, with_access
+    from batchinfer.job.spec import JobSpec
     from batchinfer.job.verify import verify_job
 
-    folder = output_folder(job)
+    spec = None if Path(job).is_dir() else JobSpec.from_yaml(job)
+    folder = Path(job) if spec is None else Path(spec.output.path)
     resolved = load_manifest(JobLayout(folder))
     if resolved is None:
         raise ConfigError(f"{folder}: no batchinfer job here; give a job file, or the folder of its output")
-    report = verify_job(resolved)
-    click.echo(verify_text(report))
+    report = verify_job(resolved if spec is None else with_access(resolved, spec))
+    _result(verify_text(report))
     return 0 if report.ok else 1
 
 
@@ -128,7 +130,7 @@ def retry(job: str, error_class: str | None, overrides: tuple[str, ...]) -> int:
     spec = JobSpec.from_yaml(job, overrides=overrides)
     with local_workers(spec, start=False) as workers, ProgressDisplay() as display:
         result = retry_job(spec, workers, error_class=error_class, listener=display.listener())
-    click.echo(result_text(result))
+    _result(result_text(result))
     return result.exit_code
 
 
@@ -209,6 +211,12 @@ def _run(arguments: list[str] | None) -> int:
 
 def _terminated(signum: int, frame: FrameType | None) -> None:
     raise Interrupted("stopped by SIGTERM; the same command goes on")
+
+
+def _result(text: str) -> None:
+    """What came out, and its exit code, hold also if nobody reads the text to its end."""
+    with contextlib.suppress(BrokenPipeError):
+        click.echo(text)
 
 
 def _complain(message: str, kind: str = "Error") -> None:

@@ -20,6 +20,7 @@ from batchinfer.data.parts import BrokenPart, read_footer, read_part_results, wr
 from batchinfer.data.segments import ChunkResults, merge_tables, read_chunk_results
 from batchinfer.errors import InputError, ResumeRefused
 from batchinfer.job.context import open_context
+from batchinfer.job.driver_lock import succeeded
 from batchinfer.job.ledger import WindowPlan
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.windows import Chunk
@@ -52,11 +53,12 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
     written again. Raises InputError where the input changed since it was planned, BatchinferError naming the
     rows where a row has no result.
     """
+    layout = job.layout
+    target = layout.output / chunk.part
+    was_there = target.exists()
     found = part_summary(job, chunk)
     if found is not None:
         return found
-    layout = job.layout
-    target = layout.output / chunk.part
     context = open_context(job)
     planned = plan.summary_of(chunk.chunk)
     paths = [layout.unit_results(plan.window, unit.unit) for unit in plan.units_of(chunk.chunk)]
@@ -69,7 +71,7 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
         again = read_chunk_results(paths, chunk.chunk)
         footer = retry_footer(job, before, again, epoch=epoch)
         results = merge_tables([(None, again), (None, read_part_results(target, chunk.chunk))])
-    elif target.exists():
+    elif was_there and part_summary(job, chunk) is None:  # not one that another driver has just published
         move_broken_aside(job, target)
     tmp = layout.temporary(chunk.part)
     tmp.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +90,8 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
         check_content(job, chunk, planned.content_hash, written.input_hash)
         won = True
         if job.retry is not None:
+            if succeeded(layout.output, epoch):  # an older result must not replace what came after it
+                raise ResumeRefused("another driver has taken over this job; this one replaces nothing any more")
             replace_file(tmp, target)
         else:
             won = publish_file(tmp, target)
@@ -215,6 +219,7 @@ def move_broken_aside(job: ResolvedJob, path: Path) -> Path:
     """A broken part is kept for a look, out of readers' sight, and its name is free again."""
     target = job.layout.state / "broken" / job.layout.temporary(path.name).name
     target.parent.mkdir(parents=True, exist_ok=True)
-    path.rename(target)
+    with contextlib.suppress(FileNotFoundError):  # another attempt was faster
+        path.rename(target)
     log.warning("part %s is moved aside to %s", path.name, target)
     return target

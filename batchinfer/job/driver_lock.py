@@ -7,6 +7,7 @@ counter; a live one is left alone (ResumeRefused). Clocks of different hosts are
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -56,6 +57,14 @@ class DriverProcess:
         return self.scope == _process_scope() and process_start(self.pid) != self.started
 
 
+def _process_of(claim: bytes) -> DriverProcess:
+    """Of a claim that is damaged, a process of which nothing can be known but its silence."""
+    try:
+        return DriverProcess(**json.loads(claim)["process"])
+    except (ValueError, KeyError, TypeError):
+        return DriverProcess("unknown", 0, "unknown", "")
+
+
 def _process_scope() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -102,7 +111,7 @@ def last_driver(store: Store) -> DriverRecord | None:
         raise BatchinferError(f"{_key(epoch, 'json')} is listed and can't be read; run the command again")
     return DriverRecord(
         epoch=epoch,
-        process=DriverProcess(**json.loads(claim)["process"]),
+        process=_process_of(claim),
         counter=_counter(store, epoch),
         released=store.get(_key(epoch, "released")) is not None,
     )
@@ -151,7 +160,7 @@ class DriverLock:
             successor = self._store.get(_key(self.epoch + 1, "json"))
             if successor is not None:
                 self._lost.set()
-                process = DriverProcess(**json.loads(successor)["process"])
+                process = _process_of(successor)
                 raise ResumeRefused(
                     f"another driver took over this job (host {process.host}, process {process.pid}) because this one "
                     f"showed no life for {TAKEOVER_AFTER_S:.0f} s; this one stops, nothing is lost"
@@ -186,7 +195,8 @@ class DriverLock:
             self._thread.join(timeout=BUMP_EVERY_S)
             self._thread = None
         if not self.lost:
-            self._store.put_if_absent(_key(self.epoch, "released"), b"{}")
+            with contextlib.suppress(OSError):  # a full disk: the next driver sees that this process is gone
+                self._store.put_if_absent(_key(self.epoch, "released"), b"{}")
 
     def __enter__(self) -> DriverLock:
         return self
@@ -220,11 +230,19 @@ def _wait_for_silence(store: Store, found: DriverRecord, clock: Clock, on_wait: 
 
 def _counter(store: Store, epoch: int) -> int:
     data = store.get(_key(epoch, "beat"))
-    return int(data) if data else 0
+    try:
+        return int(data) if data else 0
+    except ValueError:  # damaged: a living driver writes a number soon
+        return -1
 
 
 def _key(epoch: int, kind: str) -> str:
     return f"{_PREFIX}{epoch:06d}.{kind}"
+
+
+def succeeded(output: Path, epoch: int) -> bool:
+    """Whether a later driver than that of `epoch` has claimed the output. From any process."""
+    return lock_store(output).get(_key(epoch + 1, "json")) is not None
 
 
 def lock_store(output: Path) -> Store:

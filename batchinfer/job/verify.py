@@ -15,7 +15,6 @@ from batchinfer.data.values import ValueHasher
 from batchinfer.errors import InputError
 from batchinfer.job.commit import base_fingerprint
 from batchinfer.job.context import JobContext, open_context
-from batchinfer.job.layout import is_part_name
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.report import job_chunks
 from batchinfer.job.windows import Chunk
@@ -58,7 +57,7 @@ def verify_job(job: ResolvedJob) -> VerifyReport:
 def collect_verdicts(job: ResolvedJob, verdicts: Iterator[ChunkVerdict]) -> VerifyReport:
     chunks = list(job_chunks(job))
     expected = {chunk.part for chunk in chunks}
-    found = {path.name for path in job.layout.output.iterdir() if is_part_name(path.name)}
+    found = {path.name for path in job.layout.output.iterdir() if _is_read_as_rows(path.name)}
     problems = [f"{name}: no chunk of this job; it would be read as rows" for name in sorted(found - expected)]
     rows = failed = parts = 0
     for verdict in verdicts:
@@ -80,6 +79,11 @@ def collect_verdicts(job: ResolvedJob, verdicts: Iterator[ChunkVerdict]) -> Veri
     )
 
 
+def _is_read_as_rows(name: str) -> bool:
+    """Readers of the folder take every Parquet file that is not hidden."""
+    return name.endswith(".parquet") and not name.startswith((".", "_"))
+
+
 def verify_chunk(job: ResolvedJob, chunk: Chunk) -> ChunkVerdict:
     """Checks a chunk's part against itself and against the input."""
     path = job.layout.output / chunk.part
@@ -91,6 +95,10 @@ def verify_chunk(job: ResolvedJob, chunk: Chunk) -> ChunkVerdict:
         footer = read_footer(path)
     except BrokenPart as error:
         return ChunkVerdict(chunk=chunk.chunk, num_rows=None, num_failed=0, problems=(f"{where}: {error}",))
+    lacking = [key for key in ("failed", "input_hash", "carried_hash", "prefix") if key not in footer]
+    if lacking:
+        missing = (f"{where}: its footer lacks {', '.join(lacking)}",)
+        return ChunkVerdict(chunk=chunk.chunk, num_rows=int(footer["num_rows"]), num_failed=0, problems=missing)
     problems = []
     for key, wanted in (
         ("fingerprint", base_fingerprint(job)),

@@ -148,3 +148,33 @@ def test_progress_rates_and_time_left() -> None:
     assert later.eta_s == pytest.approx(35.0)
     line = progress_line(later)
     assert line == "running: 300 of 1,000 rows (30.0 %), 3 failed, 20 rows/s, tokens/s 500 in, 100 out, 35 s left"
+
+
+def test_verify_of_a_job_file_reads_the_input_with_its_storage_options(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest does not keep them: they may hold keys."""
+    from click.testing import CliRunner
+
+    from batchinfer.job import verify
+    from batchinfer.job.manifest import ResolvedJob, freeze_job
+    from batchinfer.job.resolve import resolve_job
+    from batchinfer.job.spec import JobSpec
+
+    text = job.read_text().replace("in.parquet,", "in.parquet, storage_options: {auto_mkdir: false},")
+    job.write_text(text)
+    freeze_job(resolve_job(JobSpec.from_yaml(job)))
+    seen: list[ResolvedJob] = []
+    report = verify.VerifyReport(
+        rows_expected=3, rows_found=3, rows_failed=0, parts_expected=1, parts_found=1, problems=()
+    )
+    monkeypatch.setattr(verify, "verify_job", lambda job: seen.append(job) or report)
+    assert CliRunner().invoke(cli, ["verify", str(job)]).exit_code == 0
+    assert seen[0].spec.input.storage_options == {"auto_mkdir": False}
+    assert CliRunner().invoke(cli, ["verify", str(job.parent / "out")]).exit_code == 0
+
+
+def test_the_exit_code_holds_if_nobody_reads_the_result(job: Path) -> None:
+    command = f"({sys.executable} -m batchinfer submit job.yaml; echo $? > code) | true"
+    subprocess.run(["bash", "-c", command], cwd=job.parent, capture_output=True, timeout=60, check=False)
+    assert (job.parent / "code").read_text().strip() == "3"

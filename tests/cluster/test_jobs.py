@@ -126,7 +126,7 @@ def test_stop_and_go_on(folder: JobFolder) -> None:
 
 
 def test_a_second_submit_is_refused_while_the_first_is_at_work(folder: JobFolder) -> None:
-    folder.input(100)
+    folder.input(600)
     folder.job(SLOW, engine={"max_num_seqs": 4})
     driver = folder.start()
     folder.wait_for(folder.segments)

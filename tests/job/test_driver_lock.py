@@ -163,3 +163,28 @@ def test_file_system_that_shows_new_files_late_and_loses_replies(tmp_path):
     lossy._store = lossy._store.store
     lossy.bump()
     assert last_driver(lossy._store).counter == 2
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20])
+def test_a_damaged_claim_is_succeeded_after_silence_and_learns_of_it(tmp_path, cut):
+    store = LocalStore(tmp_path)
+    first = claim_elsewhere(store)
+    folder = tmp_path / "__batchinfer" / "driver"
+    claim = folder / "000001.json"
+    claim.write_bytes(claim.read_bytes()[:cut])
+    (folder / "000001.beat").write_bytes(b"\0\0")
+    clock = FakeClock()
+    assert DriverLock.claim(store, clock=clock).epoch == 2
+    assert clock.now >= 130
+    second = folder / "000002.json"
+    second.write_bytes(second.read_bytes()[:cut])
+    with pytest.raises(ResumeRefused, match="another driver took over"):
+        first.bump()
+
+
+def test_a_damaged_claim_of_a_living_driver_protects_it_all_the_same(tmp_path):
+    store = LocalStore(tmp_path)
+    first = claim_elsewhere(store)
+    (tmp_path / "__batchinfer" / "driver" / "000001.json").write_bytes(b"{")
+    with pytest.raises(ResumeRefused, match="one driver at a time"):
+        DriverLock.claim(store, clock=FakeClock(during=lambda now: first.bump()))

@@ -8,7 +8,8 @@ import pytest
 from batchinfer.data.parts import read_footer
 from batchinfer.errors import ConfigError, ResumeRefused
 from batchinfer.job import windows as windows_module
-from batchinfer.job.commit import part_summary
+from batchinfer.job.commit import commit_chunk, part_summary
+from batchinfer.job.driver_lock import DriverLock, lock_store
 from batchinfer.job.manifest import freeze_job, load_manifest
 from batchinfer.job.report import summarize
 from batchinfer.job.resolve import resolve_job
@@ -124,8 +125,6 @@ def test_interrupted_retry_goes_on_where_it_was(failed):
     window = plan.job.windows()[0]
     assert [chunk.chunk for chunk in window.chunks] == [0, 1]
     # Planned and answered; of the two parts one is replaced; then the process dies.
-    from batchinfer.job.commit import commit_chunk
-
     ledger = failed.plan(plan.job, 0, window.chunks)
     failed.answer(plan.job, ledger)
     commit_chunk(plan.job, ledger, window.chunks[0], epoch=5)
@@ -178,3 +177,18 @@ def test_part_is_never_missing_while_it_is_replaced(failed, monkeypatch):
     monkeypatch.setattr(os, "replace", replace)
     run_retry(failed, open_retry(resolved(failed)))
     assert seen == [4, 4, 4, 4]
+
+
+def test_a_driver_that_was_succeeded_replaces_no_part(failed):
+    """It may have been stopped between reading the part and replacing it, while others retried the same rows."""
+    plan = open_retry(resolved(failed))
+    window = plan.job.windows()[0]
+    ledger = failed.plan(plan.job, 0, window.chunks)
+    failed.answer(plan.job, ledger)
+    before = [path.read_bytes() for path in failed.parts()]
+    zombie = DriverLock.claim(lock_store(failed.output))
+    zombie.release()
+    DriverLock.claim(lock_store(failed.output)).release()
+    with pytest.raises(ResumeRefused, match="another driver has taken over"):
+        commit_chunk(plan.job, ledger, window.chunks[0], epoch=zombie.epoch)
+    assert [path.read_bytes() for path in failed.parts()] == before

@@ -159,3 +159,29 @@ def test_sums_over_parts(shop):
     assert (report.prompt_tokens, report.cached_tokens, report.computed_tokens) == (5, 2, 3)
     assert report.completion_tokens == 6 and report.failed == {"invalid_prompt": 1}
     assert report.exit_code == 3 and report.num_bytes > 0
+
+
+def test_any_file_that_readers_would_take_for_rows_is_named(done):
+    shop, job = done
+    for name in ("copy of part-00000-00000.parquet", "_hidden.parquet", "._x.parquet", "notes.txt"):
+        (shop.output / name).write_bytes(shop.parts()[0].read_bytes())
+    report = verify_job(job)
+    assert len(report.problems) == 1 and "copy of part" in report.problems[0]
+
+
+def test_a_footer_that_lacks_what_proves_the_part_is_a_problem_not_a_crash(done):
+    shop, job = done
+    path = shop.parts()[0]
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({FOOTER_KEY: json.dumps({"num_rows": table.num_rows})}), path)
+    assert "lacks failed" in problems(job)
+
+
+@pytest.mark.parametrize("claim", [b"", b"{", b"[]", b'{"process": 3}'])
+def test_status_with_a_damaged_claim(shop, claim):
+    shop.write("a.parquet", {"prompt": ["a"]})
+    job = freeze_job(resolve_job(shop.spec()))
+    DriverLock.claim(lock_store(shop.output))
+    next(job.layout.driver.glob("*.json")).write_bytes(claim)
+    write_status(job.layout, JobStatus(name="test", state="running", rows_total=1))
+    assert read_status(shop.output).state == "running"
