@@ -7,6 +7,7 @@ on and for any width of the split that covers its filled slots, because a slot t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -117,8 +118,10 @@ def attend_tiles(
     # The clamps only touch rows that see nothing of the split: weights of zero and a log-sum-exp of -inf.
     top = scores.amax(-1, keepdim=True).clamp_(min=-1e30)
     weights = scores.sub_(top).exp_()
-    # Summed in pieces of one width, so that the order of additions does not depend on the width.
-    total = weights.view(batch, -1, width // min(width, SUM_WIDTH), min(width, SUM_WIDTH)).sum(-1).sum(-1, True)
+    # Summed in pieces of one width, so that the order of additions does not depend on the width. (A split that is no
+    # multiple of SUM_WIDTH has one width only, see `attention.tiles`.)
+    piece = math.gcd(width, SUM_WIDTH)
+    total = weights.view(batch, -1, width // piece, piece).sum(-1).sum(-1, True)
     torch.index_select(v_cache.view(-1, block_size * head_dim), 0, block_rows, out=gathered)
     result = torch.bmm(weights, gathered.view(shape).float())
     torch.div(result, total.clamp(min=1.0), out=out.view(result.shape))

@@ -117,13 +117,13 @@ def find_row_rule(
 def _attention_holds(tiles: AttentionTiles, threads: tuple[int, ...], device: str) -> bool:
     generator = torch.Generator().manual_seed(1)
     rows, width = tiles.row_counts[-1], tiles.widths[-1]
-    filled = tiles.widths[0] - 1  # later slots have weight zero in every width
     queries = torch.rand(3, rows, tiles.head_dim, generator=generator).sub_(0.5).to(device)
     keys = torch.rand(3, width, tiles.head_dim, generator=generator).sub_(0.5).to(device)
     weights = torch.rand(3, rows, width, generator=generator).to(device)
-    weights[:, :, filled:] = 0
+    # Later slots have weight zero: a split that is as full as a width can hold must come out the same in wider ones.
+    full = {w: weights * (torch.arange(width, device=device) < w - 1) for w in tiles.widths}
     scores = torch.bmm(queries, keys.transpose(1, 2))
-    values = torch.bmm(weights, keys)
+    values = {w: torch.bmm(full[w], keys) for w in tiles.widths}
     for count in threads:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
@@ -134,9 +134,10 @@ def _attention_holds(tiles: AttentionTiles, threads: tuple[int, ...], device: st
                     got = torch.bmm(queries[:batch, :m], keys[:batch, :w].transpose(1, 2))
                     if not torch.equal(got, scores[:batch, :m, :w]):
                         return False
-                    got = torch.bmm(weights[:batch, :m, :w].contiguous(), keys[:batch, :w])
-                    if not torch.equal(got, values[:batch, :m]):
-                        return False
+                    for narrow in (n for n in tiles.widths if n <= w):
+                        got = torch.bmm(full[narrow][:batch, :m, :w].contiguous(), keys[:batch, :w])
+                        if not torch.equal(got, values[narrow][:batch, :m]):
+                            return False
     return True
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from batchinfer_kernels.probe import RULES, RowRule
+from batchinfer_kernels.probe import RULES, RowRule, find_row_rule
 from batchinfer_kernels.table import resolve
 from torch import Tensor
 
 from batchinfer.attention.backend import TiledAttention
 from batchinfer.attention.context import DenseContext
 from batchinfer.attention.spec import AttentionSpec
-from batchinfer.attention.tiles import StepBatch
+from batchinfer.attention.tiles import StepBatch, product_tiles
 
 NUM_BLOCKS, BLOCK, SPLIT = 220, 16, 256
 
@@ -43,6 +44,7 @@ def run(
     rule: RowRule = RULES[0],
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    split_size: int = SPLIT,
 ) -> list[Tensor]:
     """Attention of sequences of the given lengths; steps[i] = {sequence: tokens}. The caches start as NaN."""
     order = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
@@ -53,7 +55,7 @@ def run(
     shape = (NUM_BLOCKS, spec.num_kv_heads, BLOCK, spec.head_dim)
     k_cache, v_cache = torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
     device = torch.device("cpu")
-    backend = TiledAttention(spec, resolve(rows=rule), block_size=BLOCK, split_size=SPLIT, device=device)
+    backend = TiledAttention(spec, resolve(rows=rule), block_size=BLOCK, split_size=split_size, device=device)
     for step in steps:
         chunks = [(sequences[s], min(n, sequences[s].length - sequences[s].done)) for s, n in step.items()]
         chunks = [(s, n) for s, n in chunks if n > 0]
@@ -213,6 +215,20 @@ def test_what_a_block_held_before_does_not_matter() -> None:
         results.append(torch.cat(parts))
     assert results[0].isfinite().all()
     assert all(torch.equal(r, results[0]) for r in results[1:])
+
+
+@pytest.mark.parametrize("split_size", [16, 80, 144, 208, 256, 512, 1024])
+def test_splits_of_any_size(split_size: int) -> None:
+    """Under the rule that the probe finds for this size, as in an engine: wide products need not obey the first."""
+    spec = SPECS["gqa"]
+    tiles = partial(product_tiles, head_dim=64, group=3, split_size=split_size, block_size=BLOCK)
+    facts = find_row_rule([(64, 64)], attention=lambda rule: tiles(rule=rule))
+    assert facts.holds
+    [whole] = run(spec, [LENGTH], [{0: LENGTH}], rule=facts.rule, split_size=split_size)
+    assert (whole - dense(spec, LENGTH, 0)).abs().max() < 1e-5
+    steps = [{0: n} for n in (7, 1, 130, 1, 391)]
+    [cut] = run(spec, [LENGTH], steps, rule=facts.rule, split_size=split_size)
+    assert torch.equal(whole, cut)
 
 
 def test_split_must_hold_whole_blocks() -> None:
