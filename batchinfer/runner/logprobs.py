@@ -13,20 +13,33 @@ from batchinfer.types.request import TokenLogprobs
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """One entry per row of raw logits float32 [R, V]: of token_ids[r], with the num_top[r] most likely tokens.
 
-    The rank of a token is one more than the number of tokens with a larger logit. Equal ones stand by id.
+    The rank of a token is one more than the number of tokens with a larger logit. Equal ones stand by id, also where
+    not all of them are told: a row's entry does not follow from how many tokens other rows ask for.
     """
     lse = torch.logsumexp(logits.double(), dim=-1)
     chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
     own = logits.gather(1, chosen)
     ranks = ((logits > own).sum(-1) + 1).tolist()
     own_logprobs = (own[:, 0].double() - lse).tolist()
-    most = min(max(num_top, default=0), logits.shape[-1])
-    tops: list[list[tuple[int, float]]] = [[] for _ in token_ids]
-    if most:
-        values, ids = logits.topk(most, dim=-1)
-        for top, row_ids, row_values in zip(tops, ids.tolist(), (values.double() - lse[:, None]).tolist(), strict=True):
-            top.extend(sorted(zip(row_ids, row_values, strict=True), key=lambda item: (-item[1], item[0])))
+    tops = _top_tokens(logits, lse, num_top) if any(num_top) else [()] * len(token_ids)
     return [
-        TokenLogprobs(int(token), logprob, rank, tuple(top[:count]))
-        for token, logprob, rank, top, count in zip(token_ids, own_logprobs, ranks, tops, num_top, strict=True)
+        TokenLogprobs(int(token), logprob, rank, top)
+        for token, logprob, rank, top in zip(token_ids, own_logprobs, ranks, tops, strict=True)
     ]
+
+
+def _top_tokens(logits: Tensor, lse: Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """(id, log-probability) of the num_top[r] most likely tokens of each row, equal ones by id."""
+    vocab = logits.shape[-1]
+    values, ids = logits.topk(min(max(num_top) + 1, vocab), dim=-1)  # one more: whether equal ones are left out
+    logprobs = (values.double() - lse[:, None]).tolist()
+    tops = []
+    for r, (row_ids, row_logprobs, count) in enumerate(zip(ids.tolist(), logprobs, num_top, strict=True)):
+        count = min(count, vocab)
+        if 0 < count < len(row_ids) and row_logprobs[count - 1] == row_logprobs[count]:
+            num_above = row_logprobs.index(row_logprobs[count])
+            equal = torch.nonzero(logits[r] == values[r, count])[: count - num_above, 0]
+            row_ids = row_ids[:num_above] + equal.tolist()
+        top = list(zip(row_ids, row_logprobs, strict=False))[:count]
+        tops.append(tuple(sorted(top, key=lambda item: (-item[1], item[0]))))
+    return tops

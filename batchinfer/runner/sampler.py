@@ -73,8 +73,8 @@ class Sampler:
         weights = self._weights[: len(rows)]
         weights[:, :vocab] = logits
         weights[:, vocab:] = -torch.inf
-        weights.div_(temperature[:, None])
-        weights.sub_(weights.amax(-1, keepdim=True)).exp_()
+        # In this order no temperature is too small: 0 stays 0, and what overflows has weight 0.
+        weights.sub_(weights.amax(-1, keepdim=True)).div_(temperature[:, None]).exp_()
         table: Floats = weights.cpu().numpy()
         for r, p in enumerate(params):
             if p.min_p > 0 or 0 < p.top_k < vocab or p.top_p < 1:
@@ -85,7 +85,7 @@ class Sampler:
 
 
 def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
-    """Applies bias, penalties and the min_tokens mask to logits [R, V], in place."""
+    """Applies bias, penalties and the min_tokens mask to logits [R, V], in place. Only masked ones are not finite."""
     vocab = logits.shape[-1]
     flat = logits.view(-1)
     masked: list[npt.NDArray[np.int64]] = []
@@ -97,6 +97,8 @@ def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
             logits[r, ids] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
         if p.has_penalties:
             _penalize(logits[r], row)
+        if p.logit_bias or p.has_penalties:
+            torch.nan_to_num_(logits[r], nan=0.0)  # a huge bias or penalty: the largest numbers stand for infinity
         if row.output_position < p.min_tokens and len(state.stop_ids):
             masked.append(r * vocab + state.stop_ids[state.stop_ids < vocab])
     if masked:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer.runner.logprobs import token_logprobs
-from batchinfer.runner.sampler import Sampler, SampleRow, _kth_largest, finite_rows
+from batchinfer.runner.sampler import Sampler, SampleRow, _kth_largest, adjust, finite_rows
 from batchinfer.runner.sequence_state import SequenceState
 from batchinfer.runner.streams import uniform as uniforms
 from batchinfer.types.request import SamplingParams
@@ -298,6 +298,41 @@ def test_logprobs_ask_for_more_than_there_are() -> None:
     [entry] = token_logprobs(torch.tensor([[1.0, 2.0, 2.0]]), [0], [20])
     assert [t for t, _ in entry.top] == [1, 2, 0]
     assert entry.rank == 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 19])
+def test_equal_logprobs_are_told_by_id_whatever_other_rows_ask_for(count: int) -> None:
+    """Logits in narrow types are often equal: which of them are told must not follow from a batch-mate."""
+    logits = torch.stack([logits_of(seed)[0].round() for seed in range(4)])
+    assert len(set(logits[0].tolist())) < VOCAB / 2
+    by_id = sorted(range(VOCAB), key=lambda token: (-float(logits[0, token]), token))
+    for beside in (0, 3, 20):
+        entry = token_logprobs(logits, [1] * 4, [count, beside, beside, 1])[0]
+        assert [token for token, _ in entry.top] == by_id[:count]
+        assert token_logprobs(logits[:1], [1], [count]) == [entry]
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 5e-324, 1e-30])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    logits = logits_of(5, rows=9)
+    rows = [row(key=i, temperature=temperature) for i in range(9)]
+    assert Sampler(VOCAB, torch.device("cpu")).sample(logits.clone(), rows) == logits.argmax(-1).tolist()
+
+
+def test_the_largest_biases_and_penalties_are_finite() -> None:
+    sampler = Sampler(VOCAB, torch.device("cpu"))
+
+    def choose(**options: Any) -> set[int]:
+        rows = [row(prompt=[3, 4], key=i, **options) for i in range(40)]
+        return set(sampler.sample(torch.stack([logits_of(6)[0]] * 40), rows))
+
+    assert choose(logit_bias={5: 1e308, 9: 1e308}) == {5, 9}
+    assert choose(logit_bias={5: 1e308}) == {5}
+    assert not choose(logit_bias=dict.fromkeys(range(40), -1e308)) & set(range(40))
+    for penalty in (1e-300, 1e300):
+        logits = logits_of(6)
+        adjust(logits, [row(prompt=list(range(VOCAB)), repetition_penalty=penalty)])
+        assert logits.isfinite().all()
 
 
 def test_non_finite_rows_are_found_and_large_ones_are_not() -> None:
