@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from batchinfer.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AUTO: Literal["auto"] = "auto"
+# The least value of each whole number; "auto" or None where the field's default is that.
+_LEAST = {
+    "tensor_parallel_size": 1,
+    "max_model_len": 2,  # a prompt and a new token
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "kv_cache_memory": 1,
+    "block_size": 1,
+    "split_size": 1,
+    "num_threads": 1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What an engine is built from. "auto" and None are resolved when it is built, from facts.
+    """What an engine is built from. "auto" and None are resolved when it is built, from facts. Raises ConfigError on
+    what can't be right for any model; what a model or machine can't do is said when the engine is built.
 
     model               Hugging Face folder, .gguf file, hub id, or `fake://...` (see runner.fake)
     max_model_len       None: the model's own limit
@@ -19,6 +33,8 @@ class EngineConfig:
     num_threads         CPU threads of this engine; None: all cores of this process
     block_size          tokens in a KV block
     split_size          tokens in a KV split of attention; fixes the order of additions, so it is semantic
+    deterministic       False allows kernels whose sums have no fixed order; there are none yet
+    seed                of random streams, for whoever makes requests (`LLM`, a job); the engine itself has none
     """
 
     model: str
@@ -39,3 +55,18 @@ class EngineConfig:
     split_size: int = 256
     seed: int | None = None
     num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            name, value = option.name, getattr(self, option.name)
+            if name in _LEAST and value != option.default:
+                _check_number(name, value, "" if isinstance(option.default, int) else f"{option.default!r} or ")
+            elif isinstance(option.default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"engine.{name} must be true or false, got {value!r}")
+
+
+def _check_number(name: str, value: Any, otherwise: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"engine.{name} must be {otherwise}a whole number, got {value!r}")
+    if value < _LEAST[name]:
+        raise ConfigError(f"engine.{name} must be at least {_LEAST[name]}, got {value}")

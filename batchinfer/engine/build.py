@@ -24,8 +24,6 @@ def load_engine(config: EngineConfig) -> Engine:
             f"engine.tensor_parallel_size: {config.tensor_parallel_size} is planned and not there yet; use 1 "
             "(cluster.workers runs more engines)"
         )
-    if config.block_size < 1:
-        raise ConfigError(f"engine.block_size must be at least 1, got {config.block_size}")
     files = open_model(config.model, revision=config.revision, tokenizer=config.tokenizer)
     max_model_len = resolve_max_model_len(config, files)
     if files.kind == "fake":
@@ -38,8 +36,6 @@ def resolve_max_model_len(config: EngineConfig, files: ModelFiles) -> int:
     wanted = config.max_model_len
     if wanted is None:
         return limit
-    if wanted < 2:
-        raise ConfigError(f"engine.max_model_len must be at least 2 (a prompt and a new token), got {wanted}")
     if wanted > limit:
         raise ConfigError(f"engine.max_model_len is {wanted}, but the model has {limit} positions; use at most that")
     return wanted

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinfer.engine.recovery import StepExecutor
-from batchinfer.engine.stopping import StopStringWatch, refuse, stop_ids, tokens_of_text
+from batchinfer.engine.stopping import StopStringWatch, end_ids, refuse, stop_ids, tokens_of_text
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.runner.base import ModelRunner
@@ -111,7 +111,7 @@ class Engine:
         self._executor = StepExecutor(runner)
         self._rows: dict[int, list[Sequence]] = {}
         self._watches: dict[int, StopStringWatch] = {}
-        self._refused: list[RequestOutput] = []
+        self._refused: dict[int, RequestOutput] = {}
         self._next_seq_id = 0
         self._num_steps = self._num_requests = self._num_finished = self._num_errors = self._num_clamped = 0
         self._scheduler_s = self._runner_s = self._output_s = 0.0
@@ -120,7 +120,7 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Takes a request in. One that can't run is answered with its error by the next step."""
-        if request.request_id in self._rows:
+        if request.request_id in self._rows or request.request_id in self._refused:
             raise ConfigError(f"request {request.request_id} is in the engine already")
         self._num_requests += 1
         error = refuse(
@@ -131,7 +131,7 @@ class Engine:
         )
         if error is not None:
             self._num_errors += 1
-            self._refused.append(_failed(request, error))
+            self._refused[request.request_id] = _failed(request, error)
             return
         sampling = request.sampling
         num_prompt = len(request.prompt_token_ids)
@@ -142,7 +142,7 @@ class Engine:
             else:
                 self._num_clamped += 1
         row = _Row(request)
-        stops = stop_ids(request)
+        stops, ends = stop_ids(request), end_ids(request)
         seqs: list[Sequence] = []
         for index in range(sampling.n):
             seq = Sequence(
@@ -152,7 +152,7 @@ class Engine:
                 sample_key=sample_key(request.stream_key, index),
                 max_total_tokens=max_total,
                 stop_ids=stops,
-                eos_ids=request.eos_token_ids,
+                eos_ids=ends,
                 sample_index=index,
                 owner=row,
             )
@@ -178,10 +178,10 @@ class Engine:
     def abort(self, request_id: int) -> bool:
         """Drops a request: it yields nothing any more. False if it is not there."""
         seqs = self._rows.pop(request_id, None)
-        if seqs is None:
-            return False
-        self._drop(seqs)
-        return True
+        if seqs is not None:
+            self._drop(seqs)
+            return True
+        return self._refused.pop(request_id, None) is not None
 
     def has_unfinished(self) -> bool:
         return bool(self._rows) or bool(self._refused)
@@ -218,8 +218,8 @@ class Engine:
         committed = clock()
         outputs = self._collect(done)
         if self._refused:
-            outputs += self._refused
-            self._refused = []
+            outputs += self._refused.values()
+            self._refused = {}
         self._scheduler_s += planned - start + committed - executed
         self._runner_s += executed - planned
         self._output_s += clock() - committed

@@ -7,8 +7,10 @@ streams of prompts that have no row. Not for: datasets, files, resuming (`batchi
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 from batchinfer.config import EngineConfig
@@ -55,9 +57,9 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
-        tokenizer: str | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
         revision: str | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
@@ -79,8 +81,8 @@ class LLM:
         for name in unknown:
             raise ConfigError(_unknown_option(name))
         self.config = EngineConfig(
-            model=model,
-            tokenizer=tokenizer,
+            model=os.fspath(model),
+            tokenizer=None if tokenizer is None else os.fspath(tokenizer),
             revision=revision,
             dtype=dtype,
             quantization=quantization or "auto",
@@ -89,9 +91,9 @@ class LLM:
             deterministic=deterministic,
             tensor_parallel_size=tensor_parallel_size,
             max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs or "auto",
-            max_num_batched_tokens=max_num_batched_tokens or "auto",
-            kv_cache_memory=kv_cache_memory or "auto",
+            max_num_seqs="auto" if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens="auto" if max_num_batched_tokens is None else max_num_batched_tokens,
+            kv_cache_memory="auto" if kv_cache_memory is None else kv_cache_memory,
             enable_prefix_caching=enable_prefix_caching,
             block_size=block_size,
             split_size=split_size,
@@ -144,6 +146,11 @@ class LLM:
         A conversation is a list of {"role": ..., "content": ...}. `chat_template` is the name of one of the model's
         templates or a template's text. Control tokens that are spelled in a message's text stay text.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise ConfigError(
+                "messages must be a conversation (a list of {'role': ..., 'content': ...}) or a list of these, "
+                f"got {type(messages).__name__}"
+            )
         conversations: list[Any] = list(messages)
         if conversations and isinstance(conversations[0], Mapping):
             conversations = [conversations]
@@ -203,6 +210,8 @@ class LLM:
             return [self.default_sampling_params()] * count
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise ConfigError(f"sampling_params must be SamplingParams or a list of them, got {type(given).__name__}")
         listed = list(given)
         if len(listed) != count:
             raise ConfigError(
@@ -272,9 +281,18 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
         raise ConfigError(
             f"prompts must be a text, a list of token ids, a dict or a list of these, got {type(prompts).__name__}"
         )
-    if prompts and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts):
+    if prompts and _as_ids(prompts) is not None:
         return [prompts]
     return list(prompts)
+
+
+def _as_ids(values: Sequence[Any]) -> list[int] | None:
+    """The values as token ids, numpy's whole numbers among them; None where they are something else."""
+    if all(type(value) is int for value in values):
+        return list(values)
+    if all(isinstance(value, Integral) and not isinstance(value, bool) for value in values):
+        return [int(value) for value in values]
+    return None
 
 
 def _text_of(prompt: Any) -> str | None:
@@ -292,8 +310,8 @@ def _ids_of(prompt: Any) -> list[int] | RowError:
     if hasattr(ids, "tolist"):  # an array or a tensor
         ids = ids.tolist()
     if isinstance(ids, Sequence) and not isinstance(ids, (str, bytes)):
-        found = list(ids)
-        if all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+        found = _as_ids(ids)
+        if found is not None:
             return found
     shown = f"a dict with the keys {sorted(map(str, prompt))}" if isinstance(prompt, Mapping) else repr(prompt)[:80]
     return RowError(

@@ -11,7 +11,6 @@ limit at once, the reason is "stop".
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 from batchinfer.scheduling.sequence import Sequence
@@ -51,22 +50,38 @@ def refuse(request: Request, *, max_model_len: int, vocab_size: int, has_tokeniz
             ErrorClass.INVALID_SAMPLING,
             f"logit_bias names token id {max(sampling.logit_bias)}; the model's ids are 0 to {vocab_size - 1}",
         )
+    if sampling.min_tokens and len(stop_ids(request)) >= vocab_size:
+        return RowError(
+            ErrorClass.INVALID_SAMPLING,
+            f"min_tokens is {sampling.min_tokens} and every token of the model is an end or in stop_token_ids: "
+            "none is left to begin with",
+        )
     return None
 
 
+def end_ids(request: Request) -> frozenset[int]:
+    """The model's ends, as far as they count: what ends a sequence without being its stop reason."""
+    return frozenset() if request.sampling.ignore_eos else request.eos_token_ids
+
+
 def stop_ids(request: Request) -> frozenset[int]:
-    sampling = request.sampling
-    ends = frozenset() if sampling.ignore_eos else request.eos_token_ids
-    return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
+    """All ids that end a sequence."""
+    ends, more = end_ids(request), request.sampling.stop_token_ids
+    return ends.union(more) if more else ends
 
 
 def tokens_of_text(seq: Sequence) -> list[int]:
     """The finished sequence's output without the stop id that is not part of its text."""
     tokens = seq.output_token_ids
-    ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
-    if ended_by_id and not seq.sampling.include_stop_str_in_output:
+    if ended_outside_text(seq):
         tokens.pop()
     return tokens
+
+
+def ended_outside_text(seq: Sequence) -> bool:
+    """Whether the last token is a stop id that is not part of the text."""
+    ended_by_id = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+    return ended_by_id and not seq.sampling.include_stop_str_in_output
 
 
 class StopStringWatch:
@@ -82,8 +97,10 @@ class StopStringWatch:
     def read(self) -> bool:
         """Reads new tokens; True if one of them completes a stop string, which is then noted on the sequence."""
         seq = self.seq
-        tokens: Iterable[int] = tokens_of_text(seq) if seq.finish_reason else seq.output_token_ids
-        for token in list(tokens)[self._num_read :]:
+        new = seq.token_ids[seq.num_prompt_tokens + self._num_read :]  # not all of the output, token after token
+        if ended_outside_text(seq):
+            new.pop()
+        for token in new:
             self._num_read += 1
             match = self._decoder.push(token)
             if match is not None:

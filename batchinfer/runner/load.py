@@ -48,7 +48,7 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     facts["device"] = Fact(str(device), "auto" if config.device == "auto" else "engine.device")
     if config.kv_cache_dtype != "auto":
         raise ConfigError(f"model.kv_cache_dtype {config.kv_cache_dtype!r} is planned and not there yet; use auto")
-    if config.split_size % config.block_size or config.split_size < 1:
+    if config.split_size % config.block_size:
         raise ConfigError(
             f"engine.split_size {config.split_size} must be a multiple of engine.block_size {config.block_size}"
         )
@@ -160,8 +160,6 @@ def _resolve_device(wanted: str) -> torch.device:
 def _resolve_threads(wanted: int | None) -> tuple[int, str]:
     if wanted is None:
         return num_cores(), "auto: the cores of this process"
-    if wanted < 1:
-        raise ConfigError(f"engine.num_threads must be at least 1, got {wanted}")
     return wanted, "engine.num_threads"
 
 

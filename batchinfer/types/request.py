@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from batchinfer.errors import ConfigError
@@ -41,7 +41,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
-    stop: Sequence[str] = ()
+    stop: Sequence[str] = ()  # given as a text, a list or None; kept as a tuple, as are the ids
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -60,10 +60,12 @@ class SamplingParams:
         def is_number(value: Any) -> bool:
             return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, rule in (("stop", "a text or a list of texts"), ("stop_token_ids", "a list of token ids")):
+            value = getattr(self, name)
+            if value is None or isinstance(value, str):
+                value = () if value is None else (value,)
+            need(isinstance(value, Iterable) and not isinstance(value, bytes), name, rule)
+            object.__setattr__(self, name, tuple(value))
         need(is_int(self.n) and self.n >= 1, "n", "an integer of at least 1")
         need(
             is_number(self.temperature) and self.temperature >= 0,
@@ -82,7 +84,9 @@ class SamplingParams:
             value = getattr(self, name)
             need(is_number(value) and -2 <= value <= 2, name, "between -2 and 2")
         if self.logit_bias is not None:
-            ok = all(is_int(t) and t >= 0 and is_number(b) for t, b in self.logit_bias.items())
+            ok = isinstance(self.logit_bias, Mapping) and all(
+                is_int(t) and t >= 0 and is_number(b) for t, b in self.logit_bias.items()
+            )
             need(ok, "logit_bias", "a mapping from token ids to finite numbers")
         need(self.seed is None or is_int(self.seed), "seed", "an integer or null")
         need(
@@ -168,4 +172,3 @@ class RequestOutput:
     prompt: str | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # first entry None, as in vLLM
     num_cached_tokens: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)

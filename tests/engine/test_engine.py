@@ -131,6 +131,7 @@ def test_one_over_long_row_of_a_thousand() -> None:
         ([1, 512], {}, ErrorClass.INVALID_PROMPT, "token id 512"),
         ([1, -1], {}, ErrorClass.INVALID_PROMPT, "token id -1"),
         ([1], {"logit_bias": {600: 1.0}}, ErrorClass.INVALID_SAMPLING, "600"),
+        ([1], {"stop_token_ids": list(range(512)), "min_tokens": 1}, ErrorClass.INVALID_SAMPLING, "none is left"),
     ],
 )
 def test_what_can_not_run_is_an_error_of_its_own(
@@ -164,6 +165,7 @@ SCRIPT = list(b"abcde") + [7, 8] + list(b"fgh") * 50
         ({}, 6, "stop", None),  # 7 is one of the model's ends
         ({"ignore_eos": True}, 8, "length", None),
         ({"ignore_eos": True, "stop_token_ids": [8]}, 7, "stop", 8),
+        ({"ignore_eos": True, "stop_token_ids": [7]}, 6, "stop", 7),  # no end any more, but the user's stop
         ({"stop_token_ids": [100]}, 4, "stop", 100),
         ({"stop_token_ids": [7]}, 6, "stop", None),
         ({"temperature": 0.7}, 6, "stop", None),
@@ -361,11 +363,23 @@ def test_requests_come_and_go_while_others_run() -> None:
     assert engine.step() == []
 
 
-def test_a_request_id_that_is_in_use_is_refused() -> None:
+@pytest.mark.parametrize("prompt", ["a", ""])
+def test_a_request_id_that_is_in_use_is_refused(prompt: str) -> None:
     engine = fake_engine()
-    engine.add_request(request(0, "a"))
+    engine.add_request(request(0, prompt))
     with pytest.raises(ConfigError, match="request 0"):
         engine.add_request(request(0, "b"))
+    assert len(run(engine)) == 1
+
+
+def test_a_request_that_was_refused_can_be_aborted() -> None:
+    engine = fake_engine()
+    engine.add_request(request(0, ""))
+    assert engine.num_unfinished == 1
+    assert engine.abort(0)
+    assert not engine.abort(0)
+    assert not engine.has_unfinished()
+    assert engine.step() == []
 
 
 # -------------------------------------------------------------------- runners in trouble
@@ -532,7 +546,15 @@ def test_a_crash_kills_the_process() -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"max_model_len": 4096}, "2048 positions"),
         ({"max_model_len": 1}, "at least 2"),
-        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"max_num_seqs": "lots"}, "max_num_seqs must be 'auto' or a whole number, got 'lots'"),
+        ({"max_num_batched_tokens": 2.5}, "max_num_batched_tokens must be 'auto' or a whole number, got 2.5"),
+        ({"max_model_len": "100"}, "max_model_len must be None or a whole number, got '100'"),
+        ({"kv_cache_memory": "4GiB"}, "kv_cache_memory must be 'auto' or a whole number"),
+        ({"kv_cache_memory": -1}, "kv_cache_memory must be at least 1"),
+        ({"split_size": 0}, "split_size must be at least 1"),
+        ({"num_threads": True}, "num_threads must be None or a whole number, got True"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be true or false, got 'no'"),
         ({"block_size": 0}, "block_size"),
         ({"model": "fake://nonsense"}, "fake://hash"),
         ({"model": "fake://hash?bogus=1"}, "bogus"),

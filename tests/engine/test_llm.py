@@ -44,6 +44,7 @@ def with_generation_config(llm: LLM, config: Mapping[str, Any]) -> LLM:
         {"prompt": "abc"},
         {"prompt_token_ids": [97, 98, 99]},
         {"prompt_token_ids": np.array([97, 98, 99])},
+        list(np.array([97, 98, 99])),
     ],
 )
 @pytest.mark.parametrize("listed", [False, True])
@@ -94,6 +95,8 @@ def test_sampling_one_for_all_or_one_each(echo: LLM) -> None:
         echo.generate(["a"] * 3, each[:2])
     with pytest.raises(ConfigError, match="must be SamplingParams"):
         echo.generate(["a"], [{"max_tokens": 1}])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="SamplingParams or a list of them, got dict"):
+        echo.generate(["a"], {"max_tokens": 1})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="prompts must be"):
         echo.generate(7)  # type: ignore[arg-type]
 
@@ -113,6 +116,11 @@ def test_chat_renders_the_models_template(echo: LLM) -> None:
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ mood }}"
     (output,) = echo.chat(conversation, params, chat_template=template, chat_template_kwargs={"mood": "!"})
     assert output.outputs[0].text == "[hello]!"
+
+
+def test_a_text_is_no_conversation(echo: LLM) -> None:
+    with pytest.raises(ConfigError, match=r"messages must be a conversation .* got str"):
+        echo.chat("hello")  # type: ignore[arg-type]
 
 
 def test_a_conversation_that_is_none_is_its_own_error(echo: LLM) -> None:
@@ -192,6 +200,13 @@ def test_unknown_options_are_errors(option: str, words: str) -> None:
         LLM(model="fake://hash", **{option: 1})  # type: ignore[arg-type]
 
 
+def test_zero_is_not_auto() -> None:
+    for name in ("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory"):
+        with pytest.raises(ConfigError, match=f"engine.{name} must be at least 1, got 0"):
+            LLM(model="fake://hash", **{name: 0})  # type: ignore[arg-type]
+        LLM(model="fake://hash", **{name: None})  # type: ignore[arg-type]
+
+
 def test_tensor_parallel_sizes_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         LLM(model="fake://hash", tensor_parallel_size=2)
@@ -210,7 +225,7 @@ def test_after_an_interrupt_the_next_call_is_clean(echo: LLM, monkeypatch: pytes
 
     monkeypatch.setattr(echo.engine, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        echo.generate([f"prompt {i}" for i in range(50)], SamplingParams(max_tokens=50))
+        echo.generate([f"prompt {i}" for i in range(6)] + [[-1]] * 20, SamplingParams(max_tokens=50))
     assert not echo.engine.has_unfinished()
     assert echo.generate("abc", GREEDY)[0].outputs[0].text == "abc"
 
