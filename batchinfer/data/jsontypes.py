@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 
 MAX_EXACT_FLOAT = 1 << 53
 DOMINANT = 0.9
-Kind = Literal["text", "number", "list", "object"]
-_KINDS: dict[Kind, tuple[type, ...]] = {"text": (str,), "number": (int, float), "list": (list,), "object": (dict,)}
+Kind = Literal["text", "number", "object", "objects"]  # the last is a list of objects
+_KINDS: dict[Kind, tuple[type, ...]] = {"text": (str,), "number": (int, float), "object": (dict,), "objects": (list,)}
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _NAMES = {
     "str": "text",
@@ -116,8 +116,11 @@ class Shape:
         if used_as is not None:
             wanted = {kind: count for kind, count in self.counts.items() if kind in _KINDS[used_as]}
             if wanted:
-                kind = float if len(wanted) > 1 else next(iter(wanted))
-                own, mixed = self._of_kind(kind)
+                if used_as == "objects" and self.item is not None:
+                    item, mixed = self.item.column("object")
+                    own = pa.list_(item)
+                else:
+                    own, mixed = self._of_kind(float if len(wanted) > 1 else next(iter(wanted)))
                 return own, mixed or len(wanted) < len(self.counts)
         return self.arrow(top=True)
 

@@ -105,6 +105,10 @@ def is_list(a: pa.DataType) -> bool:
     return bool(t.is_list(a) or t.is_large_list(a) or t.is_fixed_size_list(a))
 
 
+def _is_list_view(a: pa.DataType) -> bool:
+    return bool(t.is_list_view(a) or t.is_large_list_view(a))
+
+
 def _unite_dictionaries(a: pa.DataType, b: pa.DataType, path: str) -> pa.DataType:
     value_a = a.value_type if t.is_dictionary(a) else a
     value_b = b.value_type if t.is_dictionary(b) else b
@@ -207,8 +211,8 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         if not inner:
             return array.cast(target)
         return pa.StructArray.from_arrays(inner, fields=list(target), mask=mask)
-    if is_list(kind) and is_list(target):
-        return _conform_list(array, target)
+    if (is_list(kind) or _is_list_view(kind)) and is_list(target):
+        return _conform_list(array, target)  # list views too: Arrow's own cast of them (25.0) makes broken lists
     if t.is_map(kind) and t.is_map(target):
         return _conform_map(array, target)
     return pc.cast(array, target)

@@ -186,10 +186,10 @@ def _typed(path: str, found: Sequence[tuple[str, str]], format: str) -> list[Sou
         sources.append(Source(name=name, uri=uri, format=by_name, compression=compression))  # type: ignore[arg-type]
     if not sources:
         what = f"{format} " if format != "auto" else ""
+        there = f", only {_some(skipped)}" if skipped else ": it is an empty folder"
         raise InputError(
-            f"input.path {path!r} holds no {what}file that can be read, only {_some(skipped) or 'nothing'}; known "
-            f"endings: {', '.join(EXTENSIONS)} (JSON Lines also with .gz or .zst). Set input.format for one file "
-            "with another ending"
+            f"input.path {path!r} holds no {what}file that can be read{there}; known endings: {', '.join(EXTENSIONS)} "
+            "(JSON Lines also with .gz or .zst). Set input.format for one file with another ending"
         )
     if skipped:
         log.warning("input %s: ignored %d files that are no data files: %s", path, len(skipped), _some(skipped))
@@ -232,6 +232,8 @@ def _find_saved_split(folder: Path, split: str) -> list[Source]:
         splits = json.loads(retrying((folder / "dataset_dict.json").read_bytes))["splits"]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / 'dataset_dict.json'} is not what save_to_disk writes: {error!r}") from None
+    if not split and len(splits) == 1:
+        split = splits[0]
     if split not in splits:
         got = f"has no split {split!r}" if split else "holds several splits"
         raise InputError(

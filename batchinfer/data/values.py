@@ -17,6 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinfer.data.schema import conform
+
 
 class _Node:
     """The streams of one column or nested field, with a node for each child."""
@@ -103,6 +105,8 @@ def _plain(array: pa.Array) -> pa.Array:
         array = array.cast(pa.large_string())
     elif pa.types.is_binary_view(kind):
         array = array.cast(pa.large_binary())
+    elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        array = conform(array, pa.large_list(kind.value_field))
     elif pa.types.is_union(kind):
         array = pa.array([repr(value) for value in array.to_pylist()], pa.large_string())
     return array

@@ -120,7 +120,7 @@ def resolve_job(
 def _used_as(spec: InputSpec) -> dict[str, Kind]:
     """What the columns must hold that the job names, where that is one kind of value."""
     used: dict[str, Kind] = {column: "number" for name, column in spec.sampling_columns.items() if name in _NUMBERS}
-    used |= {column: "list" for column in (spec.messages_column, spec.tools_column) if column is not None}
+    used |= {column: "objects" for column in (spec.messages_column, spec.tools_column) if column is not None}
     return used | ({} if spec.prompt_column is None else {spec.prompt_column: "text"})
 
 

@@ -353,3 +353,61 @@ def test_any_json_can_be_read(tmp_path_factory: pytest.TempPathFactory, rows: li
         for name, value in row.items():
             if value is None or isinstance(value, (bool, int, str)):
                 assert out[name] == value or i in errors
+
+
+@pytest.mark.parametrize(
+    ("used_as", "good", "bad"),
+    [
+        ("objects", [{"role": "user", "content": "hi"}], ["text", 3, {"role": "user"}, ["text"], True]),
+        ("text", "hi", [3, 1.5, True, ["x"], {"a": 1}]),
+        ("number", 5, ["5", True, [5], {"a": 1}]),
+        ("object", {"a": 1}, ["x", 1, [[1, 2]]]),
+    ],
+)
+def test_wrong_values_in_a_used_column_spoil_no_good_row(
+    tmp_path: Path, used_as: Any, good: Any, bad: list[Any]
+) -> None:
+    """Even where the wrong ones are many more: the column's kind is what it is used as."""
+    rows = [{"x": good}, *({"x": value} for value in bad), {"x": None}, {"x": good}]
+    path = put(tmp_path / "x.jsonl", *rows)
+    dataset = open_dataset(path, used_as={"x": used_as})
+    assert sorted(errors_of(dataset)) == list(range(1, len(bad) + 1))
+    got = [row["x"] for row in rows_of(dataset)]
+    assert got[0] == got[-1] and got[-2] is None
+    assert good == (got[0] if used_as != "objects" else [{k: v for k, v in got[0][0].items() if v is not None}])
+
+
+def test_how_a_column_is_used_belongs_to_the_seek_index(tmp_path: Path) -> None:
+    path = put(tmp_path / "x.jsonl", {"x": 1}, {"x": "a"}, {"x": "b"})
+    for used_as, kind in (({}, pa.string()), ({"x": "number"}, pa.int64()), ({}, pa.string())):
+        assert open_dataset(path, cache_dir=str(tmp_path / "c"), used_as=used_as).schema.field("x").type == kind  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("depth", [47, 49, 400, 900, 5_000])
+@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
+def test_rows_nested_without_end_are_rows_with_an_error(tmp_path: Path, depth: int, opens: str, closes: str) -> None:
+    deep = '{"prompt": "a", "x": ' + opens * depth + "1" + closes * depth + "}"
+    dataset = open_dataset(put(tmp_path / "x.jsonl", {"prompt": "b"}, deep, {"prompt": "c"}))
+    assert [row["prompt"] for row in rows_of(dataset)] == ["b", "a" if depth < 48 else None, "c"]
+    assert list(errors_of(dataset)) == ([] if depth < 48 else [1])
+    pa.ipc.read_schema(dataset.schema.serialize())
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("x.jsonl", b"PAR1....PAR1", "is a Parquet file, not JSON Lines"),
+        ("x.jsonl", b"ARROW1\0\0", "is an Arrow file, not JSON Lines"),
+        ("x.jsonl", gzip.compress(b'{"a": 1}\n'), r"is packed by gzip, not JSON Lines; name it \.jsonl\.gz"),
+        ("x.jsonl", zstandard.compress(b'{"a": 1}\n'), r"is packed by zstd, not JSON Lines; name it \.jsonl\.zst"),
+        ("x.json", b"PK\x03\x04", "is a zip archive"),
+        ("x.jsonl.gz", b'{"a": 1}\n', "can't be read: .*; it is no whole gzip file"),
+        ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n') + b"junk", "it is no whole gzip file"),
+        ("x.jsonl.zst", b'{"a": 1}\n', "it is no whole zstd file"),
+    ],
+)
+def test_other_formats_are_named(tmp_path: Path, name: str, data: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=says) as caught:
+        open_dataset(str(tmp_path))
+    assert name in str(caught.value)

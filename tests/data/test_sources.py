@@ -104,7 +104,7 @@ def test_what_is_not_there_is_said_with_what_is(folder: Path) -> None:
     with pytest.raises(InputError, match="is not a saved dataset"):
         names(f"{folder}::train")
     (folder / "nothing").mkdir()
-    with pytest.raises(InputError, match="holds no file that can be read, only nothing"):
+    with pytest.raises(InputError, match="holds no file that can be read: it is an empty folder"):
         names(folder / "nothing")
 
 
@@ -171,3 +171,32 @@ def test_a_process_that_leaves_readers_open_ends_quietly(tmp_path: Path) -> None
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("10\n", "")
+
+
+def test_a_file_behind_a_link_is_what_the_link_is_called(tmp_path: Path) -> None:
+    """As in a hub's cache: names with endings are links to blobs without."""
+    blob = tmp_path / "blob-0123"
+    pq.write_table(pa.table({"x": [1]}), blob)
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "a.parquet").symlink_to(blob)
+    for path in (tmp_path / "snapshot", tmp_path / "snapshot" / "a.parquet", tmp_path / "snapshot" / "*.parquet"):
+        (file,) = open_dataset(str(path)).files
+        assert (file.name, file.num_rows) == ("a.parquet", 1)
+
+
+def test_the_only_split_of_a_saved_dataset_needs_no_name(tmp_path: Path) -> None:
+    import datasets
+
+    whole = datasets.Dataset.from_dict({"x": [1, 2]})
+    datasets.DatasetDict({"train": whole}).save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": whole, "test": whole}).save_to_disk(str(tmp_path / "two"))
+    one = open_dataset(str(tmp_path / "one"))
+    assert [f.name for f in one.files] == [f.name for f in open_dataset(f"{tmp_path / 'one'}::train").files]
+    with pytest.raises(InputError, match=r"two::train \(splits: train, test\)"):
+        open_dataset(str(tmp_path / "two"))
+
+
+def test_a_dataset_without_anything_is_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b"\n \n")
+    with pytest.raises(InputError, match="is empty: it holds no rows and no columns"):
+        open_dataset(str(tmp_path)).check_columns(["prompt"])
