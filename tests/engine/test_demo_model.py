@@ -1,0 +1,49 @@
+"""The law on a whole real model with a real vocabulary, bitwise: its products are wide enough for a BLAS to split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchinfer import LLM, SamplingParams
+
+MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+HEAD = "You are a careful assistant. Read what follows about rivers, towns and people, then answer shortly. "
+PROMPTS = ["The capital of France is", HEAD + "What is a river?", HEAD + "Name a town.", "1 2 3 4"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=4, logprobs=3),
+    SamplingParams(temperature=0.8, max_tokens=4, seed=1, logprobs=2),
+    SamplingParams(temperature=0.8, max_tokens=4, seed=2, top_p=0.9, repetition_penalty=1.2),
+    SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1),
+]
+
+pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="no demo model in models/ (scripts/quickstart fetches it)")
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def results(*, cache: bool, **options: Any) -> list[Any]:
+    llm = LLM(model=MODEL, max_model_len=256, kv_cache_memory=1 << 25, enable_prefix_caching=cache, **options)
+    assert llm.engine.facts["batch_invariant"][0] is True
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert all(output.error is None for output in outputs)
+    assert (llm.stats()["num_cached_tokens"] > 0) == cache
+    llm.close()
+    return [(output.prompt_logprobs, output.outputs) for output in outputs]
+
+
+def test_rows_do_not_depend_on_batch_budget_cache_and_threads() -> None:
+    alone = results(max_num_seqs=1, max_num_batched_tokens=512, cache=False, num_threads=1)
+    assert len({outputs[0].token_ids for _, outputs in alone}) == 4
+    for seqs, budget, cache, threads in ((3, 16, True, 1), (3, 512, False, 2), (1, 16, True, 2)):
+        found = results(max_num_seqs=seqs, max_num_batched_tokens=budget, cache=cache, num_threads=threads)
+        assert found == alone, (seqs, budget, cache, threads)
