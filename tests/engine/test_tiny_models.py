@@ -1,4 +1,5 @@
-"""The engine over tiny real models gives what transformers gives, however the work is cut (cases B02, B04, B70)."""
+"""The engine over tiny real models gives what transformers gives, however the work is cut (cases B02, B04, B43, B60,
+B66, B70)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from batchinfer import LLM, SamplingParams
 from batchinfer.testing.oracle import Oracle
@@ -102,9 +104,17 @@ def test_chat(model: Path, oracle: Oracle) -> None:
     assert_right(oracle, output)
 
 
-def test_a_sliding_window_with_a_cache_and_pre_emption(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("mistral", {}),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    ],
+    ids=["all layers", "every other layer"],
+)
+def test_a_sliding_window_with_a_cache_and_pre_emption(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
     """B60. Blocks outside the window are kept, so that a prefix hit never reads what was reused."""
-    model = make_tiny(tmp_path / "mistral", "mistral", sliding_window=8)
+    model = make_tiny(tmp_path / family, family, sliding_window=8, num_hidden_layers=4, **config)
     oracle = Oracle(model)
     head = ids(64, seed=0)
     prompts = [ids(n, seed=n) for n in (7, 8, 9, 17, 100)] + [head + ids(5, seed=i) for i in (1, 2)]
@@ -120,6 +130,41 @@ def test_a_sliding_window_with_a_cache_and_pre_emption(tmp_path: Path) -> None:
     block_bytes = facts["kv_cache_bytes"][0] // facts["num_blocks"][0]
     small = llm(model, max_num_batched_tokens=64, max_num_seqs=5, max_model_len=128, kv_cache_memory=8 * block_bytes)
     assert [output.outputs for output in small.generate(prompts, params)] == [output.outputs for output in first]
+    assert small.stats()["num_preemptions"] > 0
+
+
+def test_penalties_are_those_of_transformers_however_the_work_is_cut(model: Path, oracle: Oracle) -> None:
+    """B43: repetition counts prompt and output; presence and frequency the output alone, by the OpenAI definition."""
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    repeat = RepetitionPenaltyLogitsProcessor(1.3)
+    head = ids(20, seed=3) * 2
+    prompts = [[*head, i, i, i] for i in (40, 41, 42)]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=20, repetition_penalty=1.3, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=20, presence_penalty=0.5, frequency_penalty=0.5, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),  # a row without any beside them
+    ]
+    first = llm(model, max_num_seqs=1, enable_prefix_caching=False).generate(prompts, params)
+    for kind, output in enumerate(first):
+        tokens, prompt = list(output.outputs[0].token_ids), list(output.prompt_token_ids)
+        for place, token in enumerate(tokens):
+            before = torch.tensor([[*prompt, *tokens[:place]]])
+            scores = oracle.logits(before[0].tolist())[-1:]
+            if kind == 0:
+                scores = repeat(before, scores)
+            if kind == 1:
+                counts = torch.bincount(torch.tensor(tokens[:place], dtype=torch.int64), minlength=scores.shape[-1])
+                scores = scores - 0.5 * counts - 0.5 * (counts > 0)
+            assert scores[0].max() - scores[0, token] < NEAR_TIE, (kind, place)
+    assert len({output.outputs[0].token_ids for output in first}) == 3
+    cut = llm(model, max_num_seqs=3, max_num_batched_tokens=8)
+    facts = cut.engine.facts
+    block_bytes = facts["kv_cache_bytes"][0] // facts["num_blocks"][0]
+    small = llm(model, max_num_seqs=3, max_model_len=64, kv_cache_memory=6 * block_bytes)
+    for engine in (cut, small):
+        for _ in range(2):  # the second time from the cache
+            assert [o.outputs for o in engine.generate(prompts, params)] == [o.outputs for o in first]
     assert small.stats()["num_preemptions"] > 0
 
 

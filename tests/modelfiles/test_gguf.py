@@ -98,6 +98,7 @@ def test_rope_scaling(tmp_path: Path) -> None:
     ("metadata", "words"),
     [
         ({"general.architecture": "mamba"}, "'mamba' is not supported; supported are llama, qwen2, qwen3"),
+        ({"general.architecture": "gemma"}, "'gemma' is not supported; supported are llama, qwen2, qwen3"),
         ({"llama.expert_count": 8}, "mixture-of-experts"),
         ({"llama.attention.head_count_kv": [2, 2, 1]}, "differs from layer to layer"),
         ({"llama.attention.sliding_window": 64}, "sliding-window attention"),
@@ -108,7 +109,8 @@ def test_rope_scaling(tmp_path: Path) -> None:
 def test_refused_by_name(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:
     path = make_tiny_gguf(tmp_path / "t.gguf", metadata={k: v for k, v in metadata.items() if k[:7] != "general"})
     if "general.architecture" in metadata:
-        path.write_bytes(path.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", 1))
+        length, name = b"\x05\0\0\0\0\0\0\0", metadata["general.architecture"].encode()
+        path.write_bytes(path.read_bytes().replace(length + b"llama", length + name, 1))
     refused(path, words)
 
 

@@ -61,6 +61,24 @@ def test_refused_by_name(tmp_path: Path, config: dict[str, Any], words: list[str
     refused(path, str(path), *words)
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "GptOssForCausalLM",
+        "MixtralForCausalLM",
+        "LlamaForSequenceClassification",
+    ],
+)
+def test_families_that_are_not_there_are_refused_by_name(tmp_path: Path, architecture: str) -> None:
+    """B67, B68, B69: never run as if it were a llama, however much its config looks like one."""
+    path = make_tiny(tmp_path, architectures=[architecture])
+    refused(path, f"architecture {architecture} is not supported; supported are LlamaForCausalLM")
+
+
 @pytest.mark.parametrize("config", [{"sliding_window": 0}, {"sliding_window": 8, "layer_types": ["full_attention"]}])
 def test_windows_that_are_none(tmp_path: Path, config: dict[str, Any]) -> None:
     refused(make_tiny(tmp_path, "mistral", **config), "in the model's config")

@@ -210,6 +210,19 @@ def test_quantization_is_refused_by_name(tmp_path: Path, quantization: str, word
         parameters(make_tiny(tmp_path / "tiny"), quantization=quantization)
 
 
-def test_a_quantized_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path / "tiny", quantization_config={"quant_method": "gptq", "bits": 4})
-    refused(folder, str(folder), "method 'gptq'", "not supported")
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+        {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["k_proj"]},
+        {"quant_method": "compressed-tensors", "ignore": ["lm_head"], "config_groups": {"group_0": {}, "group_1": {}}},
+        {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0"]},
+        {"bits": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_quantized_checkpoint_is_refused_by_name(tmp_path: Path, key: str, stored: dict[str, Any]) -> None:
+    """B62, B64."""
+    folder = make_tiny(tmp_path / "tiny", **{key: stored})
+    refused(folder, str(folder), f"method {stored.get('quant_method', 'unnamed')!r}", "not supported")
