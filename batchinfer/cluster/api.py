@@ -10,6 +10,9 @@ from typing import Any
 from batchinfer.cluster.submit import JobResult, Listener, run_job
 from batchinfer.cluster.warm import local_workers
 from batchinfer.errors import ConfigError
+from batchinfer.job.context import open_context
+from batchinfer.job.layout import JobLayout
+from batchinfer.job.manifest import load_manifest
 from batchinfer.job.spec import JobSpec
 
 Job = JobSpec | Mapping[str, Any] | str | Path
@@ -42,9 +45,12 @@ def map(dataset: Any, job: Job, *, output: str | Path | None = None, listener: L
             f"batchinfer.map takes a datasets.Dataset, got {kind.__name__}; "
             "take one split of a DatasetDict, or submit a job over files"
         )
-    data = _as_dict(job)
-    given = output or data.get("output", {}).get("path")
-    folder = Path(given) if given else Path(_scratch()) / "output"
+    data, base = _as_dict(job)
+    sections = {name: data.get(name) or {} for name in ("input", "output")}
+    if not all(isinstance(section, Mapping) for section in sections.values()):
+        JobSpec.from_dict(data)  # says what is wrong with them
+    given = output or sections["output"].get("path")
+    folder = base / given if given else Path(_scratch()) / "output"
     # Beside the output, under a name by content: the same dataset finds its own input again, and a resume works.
     source = folder.parent / f".{folder.name}.input-{dataset._fingerprint}.parquet"
     if not source.exists():
@@ -52,10 +58,24 @@ def map(dataset: Any, job: Job, *, output: str | Path | None = None, listener: L
         part = source.with_suffix(".tmp")
         dataset.to_parquet(str(part))
         part.rename(source)
-    data["input"] = {**data.get("input", {}), "path": str(source), "format": "parquet"}
-    data["output"] = {**data.get("output", {}), "path": str(folder)}
-    submit(data, listener=listener)
-    return kind.from_parquet([str(path) for path in sorted(folder.glob("part-*.parquet"))])
+    data["input"] = {**sections["input"], "path": str(source), "format": "parquet"}
+    data["output"] = {**sections["output"], "path": str(folder)}
+    spec = JobSpec.from_dict(data, base=base)
+    result = submit(spec, listener=listener)
+    features = _features(result.output, dataset)
+    if not dataset.num_rows:
+        return kind.from_dict({name: [] for name in features}, features=features)
+    paths = [str(path) for path in sorted(folder.glob("part-*.parquet"))]
+    return kind.from_parquet(paths, features=features)
+
+
+def _features(output: Path, dataset: Any) -> Any:
+    """Those of the output's columns; what the dataset knows of its own ones (names of classes, say) is kept."""
+    job = load_manifest(JobLayout(output))
+    assert job is not None
+    features = type(dataset.features).from_arrow_schema(open_context(job).output.schema)
+    features.update({name: own for name, own in dataset.features.items() if name in features})
+    return features
 
 
 def as_spec(job: Job) -> JobSpec:
@@ -63,17 +83,25 @@ def as_spec(job: Job) -> JobSpec:
         return job
     if isinstance(job, Mapping):
         return JobSpec.from_dict(job)
-    return JobSpec.from_yaml(job)
+    return JobSpec.from_yaml(_checked_path(job))
 
 
-def _as_dict(job: Job) -> dict[str, Any]:
+def _as_dict(job: Job) -> tuple[dict[str, Any], Path]:
+    """The job as written, and the folder that its relative paths start from."""
     if isinstance(job, JobSpec):
-        return job.model_dump(exclude_unset=True)
+        return job.model_dump(exclude_unset=True), Path.cwd()
     if isinstance(job, Mapping):
-        return dict(job)
+        return dict(job), Path.cwd()
     from batchinfer.job.job_file import read_job_file
 
-    return dict(read_job_file(job).data)
+    source = read_job_file(_checked_path(job))
+    return dict(source.data), source.base
+
+
+def _checked_path(job: Any) -> str | Path:
+    if not isinstance(job, (str, Path)):
+        raise ConfigError(f"a job is a JobSpec, its dict form or the path of a job file, got {type(job).__name__}")
+    return job
 
 
 _scratch_folder: tempfile.TemporaryDirectory[str] | None = None

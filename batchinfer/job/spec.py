@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from batchinfer.errors import ConfigError
 from batchinfer.job.job_file import JobSource, KeyPath, read_job_file, with_overrides
@@ -70,14 +70,14 @@ class InputSpec(_Section):
     path: Annotated[str, Field(min_length=1, description="file, glob, folder, fsspec URL, dataset folder or hub id")]
     format: Literal["auto", "parquet", "jsonl", "arrow", "openai"] = "auto"
     limit: Annotated[int, Field(ge=0)] | None = Field(None, description="only the first N rows")
-    storage_options: dict[str, Any] = Field(default_factory=dict, description="handed to fsspec")
+    storage_options: dict[str, JsonValue] = Field(default_factory=dict, description="handed to fsspec")
     prompt: str | None = Field(None, description="template over the columns: 'Question: {question}'")
     prompt_column: str | None = None
     messages_column: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, description="messages whose texts are templates")
+    messages: list[dict[str, JsonValue]] | None = Field(None, description="messages whose texts are templates")
     id_column: str | None = None
     chat_template: str | None = Field(None, description="a template's name in the model, or its text")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     tools_column: str | None = None
     sampling_columns: dict[str, str] = Field(default_factory=dict, description="per-row settings: {max_tokens: col}")
     control_tokens: Literal["auto", "text", "parse"] = Field(
@@ -148,6 +148,9 @@ class ClusterSpec(_Section):
     kind: Literal["local", "slurm", "scheduler"] = "local"
     workers: PositiveInt = 1
     worker_timeout_s: PositiveInt = Field(300, description="give up when there was no worker for so long")
+    hang_timeout_s: PositiveInt = Field(
+        600, description="a worker or engine that shows no life for so long (three times that to load) is ended"
+    )
 
 
 class FailureSpec(_Section):
@@ -181,7 +184,8 @@ class JobSpec(_Section):
         cls, data: Mapping[str, Any], *, base: str | Path | None = None, overrides: Iterable[str] = ()
     ) -> JobSpec:
         """Same from a dict; relative paths are relative to `base` (default: the current folder)."""
-        source = JobSource(data=dict(data), base=Path(base) if base is not None else Path.cwd())
+        data = {key: _paths_as_text(value) for key, value in data.items()}
+        source = JobSource(data=data, base=Path(base) if base is not None else Path.cwd())
         return spec_from_source(with_overrides(source, overrides))
 
     @classmethod
@@ -219,6 +223,12 @@ def spec_from_source(source: JobSource) -> JobSpec:
         head += f"{len(ordered)} problems in the job\n  " if len(ordered) > 1 else ""
         raise ConfigError(head + "\n  ".join(ordered))
     return _absolute(spec, source.base)
+
+
+def _paths_as_text(section: Any) -> Any:
+    if not isinstance(section, Mapping):
+        return section
+    return {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in section.items()}
 
 
 def _prompt_problems(section: InputSpec, source: JobSource) -> list[str]:
@@ -262,10 +272,10 @@ def _absolute(spec: JobSpec, base: Path) -> JobSpec:
         if "://" in text:
             return text
         # Links stay: their names end as the file's format asks, what they point to may not (a hub's cache).
-        return os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100
+        return os.path.abspath(base / os.path.expanduser(text))  # noqa: PTH100, PTH111
 
     def local_or_hub(text: str, hub_id: re.Pattern[str] = _HUB_ID) -> str:
-        there = (base / Path(text).expanduser()).exists() or (base / text.partition("::")[0]).exists()
+        there = Path(local(text)).exists() or Path(local(text.partition("::")[0])).exists()
         if "://" in text or there:
             return local(text)
         looks_local = text.endswith((".gguf", ".parquet", ".jsonl", ".json", ".gz", ".zst", ".arrow"))

@@ -55,6 +55,9 @@ _PLANNED_VALUES: tuple[tuple[KeyPath, tuple[Any, ...], str], ...] = (
     (("engine", "device"), ("cuda",), "use auto or cpu"),
     (("failure", "on_too_long"), ("truncate",), "use error; such rows become error rows"),
 )
+_PATHS: frozenset[KeyPath] = frozenset(
+    {("model", "path"), ("model", "tokenizer"), ("input", "path"), ("output", "path")}
+)
 _PROMPT_SOURCES = ("prompt", "prompt_column", "messages_column", "messages")
 
 
@@ -65,7 +68,7 @@ def meaning_problems(data: Mapping[str, Any], source: JobSource, wrong: Collecti
         value = data.get(name)
         return value if isinstance(value, Mapping) else {}
 
-    problems = []
+    problems = _text_problems(data, (), source)
     for path, values, instead in _PLANNED_VALUES:
         value = section(str(path[0])).get(str(path[1]))
         if value in values and not isinstance(value, bool):
@@ -96,7 +99,7 @@ def _sampling_problems(section: Mapping[str, Any], source: JobSource) -> list[st
         if name not in SAMPLING_FIELDS or value is None:
             continue
         try:
-            SamplingParams(**{name: value, **({"max_tokens": value} if name == "min_tokens" and value else {})})
+            SamplingParams(**{name: value, **_room_for(name, value)})
             good[name] = value
         except ConfigError as error:
             text = str(error).partition(", got")[0]
@@ -107,6 +110,28 @@ def _sampling_problems(section: Mapping[str, Any], source: JobSource) -> list[st
         except ConfigError as error:
             problems.append(f"{source.place(('sampling', 'min_tokens'))}: {error}")
     return problems
+
+
+def _room_for(name: str, value: Any) -> dict[str, Any]:
+    return {"max_tokens": value} if name == "min_tokens" and isinstance(value, int) and value > 0 else {}
+
+
+def _text_problems(value: Any, path: KeyPath, source: JobSource) -> list[str]:
+    """Text that no file can hold, and paths that no file system can."""
+    if isinstance(value, Mapping):
+        return [problem for key, item in value.items() for problem in _text_problems(item, (*path, key), source)]
+    if isinstance(value, list):
+        return [problem for i, item in enumerate(value) for problem in _text_problems(item, (*path, i), source)]
+    if not isinstance(value, str):
+        return []
+    why = ""
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        why = "holds half a character (a lone surrogate); write the whole character"
+    elif path in _PATHS and "\0" in value:
+        why = "holds a zero byte, which no path can"
+    elif path in _PATHS and "://" not in value and max(len(step.encode()) for step in value.split("/")) > 255:
+        why = "is no path: a name in it is longer than 255 bytes"
+    return [f"{source.place(path)}: {dotted(path)} {why}"] if why else []
 
 
 def _input_problems(section: Mapping[str, Any], source: JobSource) -> list[str]:
@@ -193,6 +218,8 @@ def _wanted(path: KeyPath, item: Mapping[str, Any]) -> str:
             return f"at least {context['ge']}"
         case "less_than_equal":
             return f"at most {context['le']}"
+        case "invalid-json-value":
+            return "plain data (text, numbers, true, false, null, lists, mappings)"
     text = re.sub(r"^(Input should be|Value error,)\s*(must be\s+)?", "", str(item["msg"]))
     return _WORDS.get(item["type"], text)
 

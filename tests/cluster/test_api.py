@@ -15,12 +15,18 @@ import batchinfer
 from batchinfer.errors import ConfigError, FailureLimitReached
 
 datasets.disable_progress_bars()
-rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(12)], "n": list(range(12))})
+features = datasets.Features(
+    {"text": datasets.Value("large_string"), "n": datasets.Value("int8"), "kind": datasets.ClassLabel(names=["x", "y"])}
+)
+columns = {"text": [f"row {i}" for i in range(12)], "n": list(range(12)), "kind": [0, 1] * 6}
+rows = datasets.Dataset.from_dict(columns, features=features)
 out = batchinfer.map(rows, {"model": {"path": "fake://echo"}, "input": {"prompt": "{text}"}}, output="mapped")
 again = batchinfer.map(rows, {"model": {"path": "fake://echo"}, "input": {"prompt": "{text}"}}, output="mapped")
+none = batchinfer.map(rows.select([]), {"model": {"path": "fake://echo"}, "input": {"prompt": "{text}"}})
 result = batchinfer.submit("job.yaml")
 errors = []
-for job, kind in (({"model": {}}, ConfigError), ("none.yaml", ConfigError)):
+memory = {"model": {"path": "fake://echo"}, "input": {"path": "memory://x", "prompt": "x"}, "output": {"path": "o"}}
+for job, kind in (({"model": {}}, ConfigError), ("none.yaml", ConfigError), (None, ConfigError), (memory, ConfigError)):
     try:
         batchinfer.submit(job)
     except kind as error:
@@ -32,6 +38,8 @@ except ConfigError as error:
 print(json.dumps({
     "completions": out["completion"][:], "n": out["n"][:], "same": out.to_dict() == again.to_dict(),
     "code": result.exit_code, "rows": result.report.rows_done, "failed": dict(result.report.failed), "errors": errors,
+    "features": all(features[name] == out.features[name] == none.features[name] for name in features),
+    "none": [none.num_rows, none.features == out.features],
 }))
 """
 
@@ -49,4 +57,31 @@ def test_map_and_submit(folder: JobFolder) -> None:
     assert said["completions"] == [f"row {i}" for i in range(12)] and said["n"] == list(range(12))
     assert said["same"]
     assert (said["code"], said["rows"], said["failed"]) == (3, 3, {"invalid_prompt": 1})
-    assert said["errors"][:2] == [2, 2] and "datasets.Dataset" in said["errors"][2]
+    assert said["errors"][:4] == [2, 2, 2, 2] and "datasets.Dataset" in said["errors"][4]
+    assert said["features"], "the dataset's own features come back"
+    assert said["none"] == [0, True]
+
+
+RELATIVE = """
+import datasets
+import batchinfer
+
+datasets.disable_progress_bars()
+rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+print(len(batchinfer.map(rows, "elsewhere/job.yaml")))
+"""
+
+
+def test_map_with_a_job_file_in_another_folder(folder: JobFolder) -> None:
+    """Its relative paths start from its own folder, as in `submit`."""
+    (folder.root / "elsewhere").mkdir()
+    text = "model: {path: 'fake://hash'}\ninput: {prompt_column: text}\noutput: {path: result}\n"
+    (folder.root / "elsewhere" / "job.yaml").write_text(text)
+    script = folder.root / "script.py"
+    script.write_text(RELATIVE)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=folder.root, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "2"
+    assert list((folder.root / "elsewhere" / "result").glob("part-*.parquet"))

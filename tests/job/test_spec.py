@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -223,6 +224,48 @@ def test_sampling_columns_are_checked(tmp_path):
     message = refused(tmp_path, text)
     assert "input.sampling_columns.max_token: no such sampling setting; did you mean max_tokens?" in message
     assert "set sampling.logprobs for the whole job" in message
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "says"),
+    [
+        ("input", "path", "a\0b", r"input\.path holds a zero byte"),
+        ("output", "path", "a/" + "b" * 300, r"output\.path is no path: a name in it is longer than 255 bytes"),
+        ("model", "path", "ä" * 200, r"model\.path is no path"),
+        ("model", "tokenizer", "a\0b", r"model\.tokenizer holds a zero byte"),
+        ("sampling", "stop", ["a", "\ud800"], r"sampling\.stop\[1\] holds half a character"),
+        ("input", "prompt", "\udfff {p}", r"input\.prompt holds half a character"),
+        ("input", "storage_options", {"key": object()}, r"input\.storage_options\.key must be plain data"),
+        ("input", "storage_options", {"key": b"x"}, r"input\.storage_options\.key must be plain data"),
+        ("input", "chat_template_kwargs", {"a": {1, 2}}, r"input\.chat_template_kwargs\.a must be plain data"),
+        ("sampling", "min_tokens", -1, r"sampling\.min_tokens must be an integer of at least 0"),
+        ("engine", "max_model_len", 1, r"engine\.max_model_len must be at least 2"),
+    ],
+)
+def test_values_that_no_file_or_path_can_hold(tmp_path, section, key, value, says):
+    data = {"model": {"path": "fake://hash"}, "input": {"path": "in", "prompt": "{p}"}, "output": {"path": "out"}}
+    data[section] = {**data.get(section, {}), key: value}
+    with pytest.raises(ConfigError, match=says):
+        JobSpec.from_dict(data, base=tmp_path)
+
+
+def test_paths_may_be_path_objects(tmp_path):
+    data = {"model": {"path": "fake://hash"}, "input": {"path": tmp_path / "in", "prompt": "x"}}
+    spec = JobSpec.from_dict({**data, "output": {"path": Path("out")}}, base=tmp_path)
+    assert (spec.input.path, spec.output.path) == (str(tmp_path / "in"), str(tmp_path / "out"))
+
+
+def test_a_home_that_is_none_is_a_name(tmp_path):
+    data = {"model": {"path": "fake://hash"}, "input": {"path": "~nobody-there/in", "prompt": "x"}}
+    spec = JobSpec.from_dict({**data, "output": {"path": "out"}}, base=tmp_path)
+    assert spec.input.path == str(tmp_path / "~nobody-there/in")
+
+
+def test_chat_template_kwargs_can_not_replace_the_row(tmp_path):
+    data = {"model": {"path": "fake://hash"}, "output": {"path": "out"}}
+    source = {"path": "in", "messages_column": "m", "chat_template_kwargs": {"messages": [], "x": 1}}
+    with pytest.raises(ConfigError, match="sets messages, which come from the rows"):
+        JobSpec.from_dict({**data, "input": source}, base=tmp_path)
 
 
 def test_from_dict_takes_hub_ids_urls_and_absolute_paths(tmp_path):
