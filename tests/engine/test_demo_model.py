@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,3 +50,25 @@ def test_rows_do_not_depend_on_batch_budget_cache_and_threads() -> None:
     for seqs, budget, cache, threads in ((3, 16, True, 1), (3, 512, False, 2), (1, 16, True, 2)):
         found = results(max_num_seqs=seqs, max_num_batched_tokens=budget, cache=cache, num_threads=threads)
         assert found == alone, (seqs, budget, cache, threads)
+
+
+def test_the_law_holds_where_torch_was_used_first() -> None:
+    """MKL is not asked for strict products then: the probe has to find another way."""
+    program = f"""
+import torch
+torch.set_num_threads(2)
+torch.rand(9, 9) @ torch.rand(9, 9)
+from batchinfer import LLM, SamplingParams
+found = []
+for seqs, budget in ((1, 512), (5, 24)):
+    llm = LLM({str(MODEL)!r}, max_model_len=64, kv_cache_memory=1 << 24, num_threads=2,
+              max_num_seqs=seqs, max_num_batched_tokens=budget)
+    assert llm.engine.facts["batch_invariant"][0] is True
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)
+    found.append([o.outputs for o in llm.generate({[*PROMPTS, "One", "Two words"]!r}, params)])
+assert found[0] == found[1]
+print(llm.engine.facts["row_rule"][0])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
