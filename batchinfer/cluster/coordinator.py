@@ -28,7 +28,8 @@ from batchinfer.job.state import JobState
 _log = logging.getLogger("batchinfer.cluster")
 TICK_EVERY_S = 0.25
 MAX_NOTES = 50
-SILENT_ENGINE_S = 600.0  # far longer than any step, also one that compiles a kernel
+LOADING_IS_SLOWER = 3  # times as long may an engine be silent before it is ready: models lie on slow disks
+MISSED_TICKS_S = 10.0  # then this process itself was stopped for a while, and can't say who was silent
 _PRIORITY: Mapping[type, int] = {ev.PlanChunk: 0, ev.CutWindow: 5, ev.CleanWindow: 1}
 _COMMIT_PRIORITY = 10  # of everything else: what frees disk and makes progress durable goes first
 
@@ -86,12 +87,16 @@ class Coordinator:
         self._outbox = Outbox(client, self._undelivered)
         self._addresses: dict[str, str] = {}
         self._plans: dict[int, WindowPlan | None] = {}
+        self._commits: dict[int, dict[int, WindowPlan]] = {}  # by window and chunk: the part of the plan it needs
         self._summaries: dict[int, dict[int, ChunkSummary]] = {}
         self._futures: dict[ev.Task, Any] = {}
         self._serial = 0
         self._engine_tokens: dict[str, tuple[int, int]] = {}
         self._past_tokens = (0, 0)  # of engines that are gone
+        self._hang_s = float(job.spec.cluster.hang_timeout_s)
         self._heard: dict[str, float] = {}
+        self._ended_as_hung: set[str] = set()
+        self._last_tick = time.monotonic()
         self._meter = ProgressMeter(job.name, job.num_rows, base, time.monotonic())
         self._client_away_since: float | None = None
         client.subscribe_topic(TOPIC, lambda event: self.inbox.put(_News(event[1])))
@@ -141,7 +146,7 @@ class Coordinator:
             case "left":
                 if self._addresses.get(name) != message["address"]:
                     return None
-                del self._addresses[name]
+                self._outbox.forget(self._addresses.pop(name))
                 self._forget_engine(name)
                 if not self.state.stopping:
                     self.workers.discard(name)
@@ -150,10 +155,16 @@ class Coordinator:
                 _log.info("the engine of worker %s is ready after %.1f s", name, message["load_s"])
                 return ev.EngineReady(name)
             case "died":
-                _log.warning("the engine of worker %s died: %s", name, message["reason"])
+                reason = message["reason"]
+                if name in self._ended_as_hung:
+                    self._ended_as_hung.discard(name)
+                    reason = (
+                        f"it showed no life for {self._hang_s:.0f} s or more (cluster.hang_timeout_s), and was ended"
+                    )
+                _log.warning("the engine of worker %s died: %s", name, reason)
                 self._forget_engine(name)
                 flight = tuple((lease, start, stop) for lease, start, stop in message["in_flight"])
-                return ev.EngineDied(name, message["reason"], flight, message["fatal"])
+                return ev.EngineDied(name, reason, flight, message["fatal"])
             case "stopped":
                 self._forget_engine(name)
                 return ev.EngineStopped(name)
@@ -183,8 +194,10 @@ class Coordinator:
 
     def _tick(self) -> None:
         for name, reason in self.workers.dead():
-            self._addresses.pop(name, None)  # what the scheduler will say of it is late news
+            self._outbox.forget(self._addresses.pop(name, ""))  # what the scheduler will say of it is late news
             self._forget_engine(name)
+            self._heard[name] = time.monotonic()
+            self._ended_as_hung.discard(name)
             if not self.state.stopping:
                 _log.warning("worker %s: %s; it is started again", name, reason)
                 self._feed(ev.WorkerLost(name, reason))
@@ -200,13 +213,25 @@ class Coordinator:
 
     def _watch_engines(self) -> None:
         """An engine that has work speaks every few seconds, between two steps. One that hangs is ended: it then
-        counts as died, and the rows that it hangs on are found like those that kill."""
+        counts as died, and the rows that it hangs on are found like those that kill. So is one that hangs while it
+        starts. (A hanging worker is noticed by Dask's scheduler, or here while it has not joined.)"""
         now = time.monotonic()
+        if now - self._last_tick > MISSED_TICKS_S:
+            self._heard.clear()
+        self._last_tick = now
         for name, worker in self.state.leases.workers.items():
-            if worker.leases and now - self._heard.setdefault(name, now) > SILENT_ENGINE_S:
-                _log.warning("the engine of worker %s has been silent for %.0f s: it is ended", name, SILENT_ENGINE_S)
+            heard = self._heard.setdefault(name, now)
+            if worker.phase not in ("joined", "ready") or (worker.phase == "ready" and not worker.leases):
+                continue
+            limit_s = self._hang_s * (1 if worker.phase == "ready" else LOADING_IS_SLOWER)
+            if now - heard > limit_s:
+                _log.warning("worker %s has been silent for %.0f s: its engine is ended", name, now - heard)
                 self._heard[name] = now
-                self._send(name, {"t": "kill"})
+                if name in self._addresses:
+                    self._ended_as_hung.add(name)
+                    self._send(name, {"t": "kill"})
+                else:
+                    self.workers.discard(name)
 
     def _watch_client(self) -> None:
         """Without the scheduler nothing goes on, and Dask's futures would only say "cancelled"."""
@@ -290,9 +315,8 @@ class Coordinator:
         run, epoch = self.run_path, self.epoch
         match task:
             case ev.PlanChunk(window, chunk):
-                plan = self._found_plan(window)
-                if plan is not None:
-                    summary = plan.summary_of(chunk)
+                if self._found_plan(window) is not None:
+                    summary = self._commits[window][chunk].chunks[0]
                     self.inbox.put(ev.ChunkPlanned(window, chunk, summary.num_rows, summary.num_failed, fresh=False))
                     return
                 self._submit(task, tasks.plan_chunk, run, epoch, window, chunk)
@@ -312,7 +336,7 @@ class Coordinator:
                     task, tasks.give_up_row, run, epoch, piece.window, piece.unit, prepared, piece.start, message
                 )
             case ev.CommitChunk(window, chunk):
-                self._submit(task, tasks.commit_chunk, run, epoch, self._plan(window), chunk)
+                self._submit(task, tasks.commit_chunk, run, epoch, self._commits[window][chunk], chunk)
             case ev.CleanWindow(window):
                 self._submit(task, tasks.clean_window, run, window)
 
@@ -323,8 +347,14 @@ class Coordinator:
 
     def _found_plan(self, window: int) -> WindowPlan | None:
         if window not in self._plans:
-            self._plans[window] = load_usable_window(self.job.layout, window, self.state.uncommitted(window))
+            plan = load_usable_window(self.job.layout, window, self.state.uncommitted(window))
+            self._keep_plan(window, plan)
         return self._plans[window]
+
+    def _keep_plan(self, window: int, plan: WindowPlan | None) -> None:
+        self._plans[window] = plan
+        if plan is not None and window not in self._commits:
+            self._commits[window] = plan.by_chunk()
 
     def _submit(self, task: ev.Task, function: Callable[..., Any], *args: Any) -> None:
         self._serial += 1
@@ -357,7 +387,7 @@ class Coordinator:
                 self._summaries.setdefault(window, {})[chunk] = result
                 return ev.ChunkPlanned(window, chunk, result.num_rows, result.num_failed)
             case ev.CutWindow(window):
-                self._plans[window] = result
+                self._keep_plan(window, result)
                 return ev.WindowCut(window, tuple(self._unit_info(result, unit) for unit in result.units))
             case ev.FinishUnit(window, unit):
                 return ev.UnitFinished(window, unit, result.missing, result.tally)
@@ -369,6 +399,7 @@ class Coordinator:
                 return ev.ChunkCommitted(window, chunk)
             case ev.CleanWindow(window):
                 self._plans.pop(window, None)
+                self._commits.pop(window, None)
                 return ev.WindowCleaned(window)
 
     def _unit_info(self, plan: WindowPlan, unit: Any) -> ev.UnitInfo:

@@ -11,8 +11,6 @@ SETTINGS: dict[str, object] = {
     "distributed.scheduler.work-stealing": False,
     # Tasks are idempotent and losing workers is ordinary; a task that kills its worker ten times is not.
     "distributed.scheduler.allowed-failures": 10,
-    # The engine is another process, so that nothing long holds up a worker's heartbeat.
-    "distributed.scheduler.worker-ttl": "5 minutes",
     "distributed.worker.http.routes": [],
     "distributed.scheduler.http.routes": [],
     "distributed.worker.profile.enabled": False,
@@ -23,7 +21,9 @@ SETTINGS: dict[str, object] = {
 }
 
 
-def apply_settings() -> None:
+def apply_settings(worker_ttl_s: float = 300.0) -> None:
+    """`worker_ttl_s`: a worker without a heartbeat for so long is given up, within twice that time. The engine is
+    another process, so that nothing long holds one up."""
     import dask.config
 
-    dask.config.set(SETTINGS)
+    dask.config.set({**SETTINGS, "distributed.scheduler.worker-ttl": f"{worker_ttl_s} s"})

@@ -138,7 +138,8 @@ class EngineHost:
             self._tell({"t": "stopped"})
             return
         reason = last.get("message") or f"the engine process ended by {how_it_ended(code)}{self._tail()}"
-        in_flight = [(lease, start, stop) for lease, (start, stop) in begun.items() if start < stop]
+        suspects = {} if last.get("blameless") else begun
+        in_flight = [(lease, start, stop) for lease, (start, stop) in suspects.items() if start < stop]
         self._tell({"t": "died", "reason": reason, "in_flight": in_flight, "fatal": bool(last.get("fatal"))})
 
     def _tail(self) -> str:

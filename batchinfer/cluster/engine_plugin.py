@@ -58,7 +58,7 @@ class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
                 self.host.send(message)
 
     def teardown(self, worker: Any) -> None:
-        self.host.close()
+        self.host.close(3.0)
 
 
 def deliver(messages: Sequence[Message], dask_worker: Any = None) -> None:

@@ -29,7 +29,7 @@ from batchinfer.cluster.lifecycle import (
     leave_interrupts_to_the_driver,
     log_to,
 )
-from batchinfer.errors import ConfigError
+from batchinfer.errors import BatchinferError, ConfigError, EngineError
 
 if TYPE_CHECKING:
     from batchinfer.cluster.leased_rows import LeasedRows
@@ -80,15 +80,17 @@ class EngineProcess:
     # Commands, in a thread of their own --------------------------------------------------------------------------
 
     def read_commands(self) -> None:
-        for line in sys.stdin:
-            command = json.loads(line)
-            if command["t"] == "lease":
-                self._open_lease(command)
-            elif command["t"] == "stop":
-                break
-            else:
-                self.inbox.put((command["t"], command))
-        self.stop()
+        try:
+            for line in sys.stdin:
+                command = json.loads(line)
+                if command["t"] == "lease":
+                    self._open_lease(command)
+                elif command["t"] == "stop":
+                    break
+                else:
+                    self.inbox.put((command["t"], command))
+        finally:  # also where a dying worker cut a line short
+            self.stop()
 
     def stop(self) -> None:
         if not self.stopping.is_set():
@@ -210,7 +212,12 @@ def main() -> int:
         return 2
     except Exception as error:
         traceback.print_exc()
-        report({"t": "failed", "message": f"{type(error).__name__}: {error}", "fatal": False})
+        # A full disk or a file that can't be read is no row's doing: none must be suspected.
+        files = isinstance(error, OSError) or (
+            isinstance(error, BatchinferError) and not isinstance(error, EngineError)
+        )
+        message = f"{type(error).__name__}: {error}"
+        report({"t": "failed", "message": message, "fatal": False, "blameless": files})
         return 1
     return 0
 

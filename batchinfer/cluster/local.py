@@ -6,8 +6,10 @@ scripts without a main guard) and may not have children. Dask's scheduler runs i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -76,9 +78,9 @@ class LocalWorkers:
         """This worker is given up by the scheduler: if its process is still there, it hangs."""
         child = self._children.get(name)
         if child is not None and child.process.poll() is None:
-            child.process.kill()
+            _kill(child)
 
-    def close(self, wait_s: float = 5.0) -> None:
+    def close(self, wait_s: float = 8.0) -> None:
         """Ends all workers: first by closing their standard input, in the end by force."""
         for child in self._children.values():
             _close_pipe(child)
@@ -88,7 +90,7 @@ class LocalWorkers:
             try:
                 child.process.wait(wait_s)
             except subprocess.TimeoutExpired:
-                child.process.kill()
+                _kill(child)
                 child.process.wait()
                 wait_s = 0.1
         self._children.clear()
@@ -127,6 +129,18 @@ def _write(child: _Child, message: dict[str, object]) -> None:
         child.process.stdin.flush()
     except OSError:
         return  # it is dead: the next look at its exit code tells
+
+
+def _kill(child: _Child) -> None:
+    """The worker and its engine: one that hangs (or is stopped) would not heed the signal that it gets otherwise."""
+    pids: list[str] = []
+    for path in Path(f"/proc/{child.process.pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            pids += path.read_text().split()
+    child.process.kill()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def _close_pipe(child: _Child) -> None:

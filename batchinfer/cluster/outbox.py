@@ -19,29 +19,39 @@ Message = dict[str, Any]
 
 
 class Outbox:
+    """One queue and one thread for each address: Dask tries for a minute or more to reach a worker that is gone, and
+    the worker that comes in its place must not wait for that. All calls from one thread."""
+
     def __init__(self, client: Any, undelivered: Callable[[str, Message], None]) -> None:
         self._client = client
         self._undelivered = undelivered
-        self._queues: dict[str, queue.SimpleQueue[tuple[str, Message]]] = {}
+        self._queues: dict[str, queue.SimpleQueue[Message | None]] = {}
 
     def send(self, worker: str, address: str, message: Message) -> None:
-        waiting = self._queues.get(worker)
+        waiting = self._queues.get(address)
         if waiting is None:
-            waiting = self._queues[worker] = queue.SimpleQueue()
-            in_thread(f"outbox-{worker}", lambda waiting=waiting: self._send_all(worker, waiting))  # type: ignore[misc]
-        waiting.put((address, message))
+            waiting = self._queues[address] = queue.SimpleQueue()
+            in_thread(f"outbox-{worker}", lambda waiting=waiting: self._send_all(worker, address, waiting))  # type: ignore[misc]
+        waiting.put(message)
 
-    def _send_all(self, worker: str, waiting: queue.SimpleQueue[tuple[str, Message]]) -> None:
-        while True:
-            address, message = waiting.get()
-            messages = [message]
-            while not waiting.empty():
-                other, message = waiting.get()
-                if other != address:
-                    self._deliver(worker, address, messages)
-                    address, messages = other, []
+    def forget(self, address: str) -> None:
+        """Nothing more is sent there."""
+        waiting = self._queues.pop(address, None)
+        if waiting is not None:
+            waiting.put(None)
+
+    def _send_all(self, worker: str, address: str, waiting: queue.SimpleQueue[Message | None]) -> None:
+        message = waiting.get()
+        while message is not None:
+            messages = []
+            while message is not None:
                 messages.append(message)
+                if waiting.empty():
+                    break
+                message = waiting.get()
             self._deliver(worker, address, messages)
+            if message is not None:
+                message = waiting.get()
 
     def _deliver(self, worker: str, address: str, messages: list[Message]) -> None:
         try:

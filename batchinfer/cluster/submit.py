@@ -135,6 +135,11 @@ def resolve_here(
     spec: JobSpec, *, extend: bool = False, ignore_existing: bool = False, retry: bool = False
 ) -> ResolvedJob:
     """`job.resolve.resolve_job` for engines on this machine, whose instruction level fixes the bytes."""
+    if spec.input.path.startswith("memory://"):
+        raise ConfigError(
+            f"input.path {spec.input.path}: memory:// lies in this process alone, and workers are processes of their "
+            "own; give a file, or hand a datasets.Dataset to batchinfer.map"
+        )
     level = determinism.instruction_level()
     return resolve_job(spec, extend=extend, ignore_existing=ignore_existing, retry=retry, instruction_level=level)
 
@@ -234,7 +239,7 @@ def run_on_local_workers(
     workers.configure(run=run, epoch=lock.epoch, log_folder=log_folder)
     from batchinfer.cluster.dask_settings import apply_settings
 
-    apply_settings()
+    apply_settings(worker_ttl_s=job.spec.cluster.hang_timeout_s / 2)
     from distributed import Client, LocalCluster
 
     from batchinfer.cluster.coordinator import Coordinator

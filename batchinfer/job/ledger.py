@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchinfer.data.fs import LocalStore
@@ -84,6 +84,14 @@ class WindowPlan:
             if summary.chunk == chunk:
                 return summary
         raise KeyError(f"chunk {chunk} is not in window {self.window}")
+
+    def by_chunk(self) -> dict[int, WindowPlan]:
+        """What each chunk's commit needs of the plan, and no more: a window may hold thousands of small chunks."""
+        units: dict[int, list[Unit]] = {chunk.chunk: [] for chunk in self.chunks}
+        for unit in self.units:
+            for owner, count in unit.chunks:
+                units[owner].append(replace(unit, chunks=((owner, count),)))
+        return {chunk.chunk: replace(self, chunks=(chunk,), units=tuple(units[chunk.chunk])) for chunk in self.chunks}
 
     def units_of(self, chunk: int) -> tuple[Unit, ...]:
         """The units that own rows of a chunk."""

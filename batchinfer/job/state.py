@@ -11,7 +11,7 @@ instructions are in `job.events`; `cluster.coordinator` carries the instructions
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -67,6 +67,7 @@ class _Window:
     uncommitted: set[int] = field(default_factory=set)
     committing: set[int] = field(default_factory=set)
     units: dict[int, _Unit] = field(default_factory=dict)
+    unfinished: Counter[int] = field(default_factory=Counter)  # by chunk: units that hold rows of it
 
     @property
     def has_rows_to_run(self) -> bool:
@@ -247,12 +248,13 @@ class JobState:
         window.phase = "running"
         for info in event.units:
             window.units[info.unit] = _Unit(info)
+            window.unfinished.update(info.chunks)
             assert info.num_rows > 0, "a unit without rows"
             if info.complete:
                 self._ask(ev.FinishUnit(event.window, info.unit), out)
             else:
                 self.leases.add(Piece(event.window, info.unit, 0, info.num_rows))
-        self._commit_what_is_complete(event.window, window, out)
+        self._commit_what_is_complete(event.window, window, window.uncommitted, out)
 
     def _on_unit_finished(self, event: ev.UnitFinished, out: list[Instruction]) -> None:
         window = self._windows.get(event.window)
@@ -271,13 +273,17 @@ class JobState:
         self.tally += event.tally - unit.tally
         unit.tally, unit.finished = event.tally, True
         self.leases.forget_unit(event.window, event.unit)
-        self._commit_what_is_complete(event.window, window, out)
+        window.unfinished.subtract(unit.info.chunks)
+        self._commit_what_is_complete(event.window, window, unit.info.chunks, out)
 
-    def _commit_what_is_complete(self, number: int, window: _Window, out: list[Instruction]) -> None:
-        running = {chunk for unit in window.units.values() if not unit.finished for chunk in unit.info.chunks}
-        for chunk in sorted(window.uncommitted - window.committing - running):
-            window.committing.add(chunk)
-            self._ask(ev.CommitChunk(number, chunk), out)
+    def _commit_what_is_complete(
+        self, number: int, window: _Window, chunks: Collection[int], out: list[Instruction]
+    ) -> None:
+        """Of these chunks: a window may have thousands."""
+        for chunk in sorted(chunks):
+            if chunk in window.uncommitted and chunk not in window.committing and not window.unfinished[chunk]:
+                window.committing.add(chunk)
+                self._ask(ev.CommitChunk(number, chunk), out)
 
     def _on_chunk_committed(self, event: ev.ChunkCommitted, out: list[Instruction]) -> None:
         window = self._windows.get(event.window)

@@ -87,14 +87,13 @@ class JobFolder:
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "batchinfer", *(arguments or ("submit", "job.yaml"))]
-        environment = os.environ | {"BATCHINFER_TRACE": str(self.trace)}
-        process = subprocess.Popen(
-            command,
-            cwd=self.root,
-            env=environment,
-            text=True,
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
-        )
+        options = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "env": os.environ | {"BATCHINFER_TRACE": str(self.trace)},
+            **options,
+        }
+        process = subprocess.Popen(command, cwd=self.root, text=True, **options)
         self.started.append(process)
         return process
 

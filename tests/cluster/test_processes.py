@@ -93,3 +93,33 @@ def test_a_child_whose_parent_is_gone_already_leaves() -> None:
     code = "from batchinfer.cluster.lifecycle import end_with_parent; end_with_parent(1 << 22); print('still here')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 1 and not done.stdout
+
+
+def test_a_worker_that_is_gone_holds_up_no_message_to_the_one_in_its_place() -> None:
+    """Dask tries for a long time to reach an address where nobody listens."""
+    import threading
+
+    from batchinfer.cluster.outbox import Outbox
+
+    gone = threading.Event()
+    sent: list[tuple[str, Message]] = []
+    lost: list[Message] = []
+
+    class Client:
+        def run(self, function: object, messages: list[Message], workers: list[str]) -> None:
+            if workers == ["old"]:
+                gone.wait(20)
+                raise OSError("no such worker")
+            sent.extend((workers[0], message) for message in messages)
+
+    outbox = Outbox(Client(), lambda worker, message: lost.append(message))
+    outbox.send("w0", "old", {"t": "lease", "lease": 1})
+    outbox.forget("old")
+    for number in range(2, 5):
+        outbox.send("w0", "new", {"t": "lease", "lease": number})
+    wait_for(lambda: len(sent) == 3, timeout=5)
+    assert [message["lease"] for _, message in sent] == [2, 3, 4] and not lost
+    gone.set()
+    wait_for(lambda: lost == [{"t": "lease", "lease": 1}], timeout=5)
+    outbox.forget("new")
+    outbox.forget("never seen")
