@@ -8,7 +8,6 @@ from typing import Any, Literal
 from batchinfer.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-AUTO: Literal["auto"] = "auto"
 # The least value of each whole number; "auto" or None where the field's default is that.
 _LEAST = {
     "tensor_parallel_size": 1,

@@ -34,8 +34,7 @@ _log = logging.getLogger(__name__)
 class EngineStats:
     """Counts since the engine was built; times in seconds.
 
-    num_prompt_tokens      of admitted sequences, each sample counted
-    num_cached_tokens      of these, found in the prefix cache at first admission
+    num_cached_tokens      prompt tokens found in the prefix cache at first admission, each sample counted
     num_computed_tokens    run through the model: more than needed where pre-emption made it run them again
     num_clamped_requests   whose max_tokens did not fit into the context behind the prompt
     """

@@ -91,6 +91,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 f"{path}: tensor {tensor.name!r} should end at byte {tensor.offset + tensor.nbytes}, but the "
                 f"file has {file_bytes}: it is truncated; copy or download it again"
             )
+    end = data_start
+    for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
+        if tensor.offset != end:
+            raise ModelError(
+                f"{path}: its safetensors header is damaged: tensor {tensor.name!r} begins at byte {tensor.offset}, "
+                f"the one before it ends at {end}"
+            )
+        end += tensor.nbytes
+    if end != file_bytes:
+        raise ModelError(f"{path}: {file_bytes - end} bytes follow the last tensor: not the file that its header says")
     return tensors
 
 

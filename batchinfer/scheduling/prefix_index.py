@@ -3,8 +3,9 @@
 Responsible for: the chain of keys of a sequence's blocks, and the index from keys to blocks. Not for: reference
 counts, eviction (`block_manager`), nor when a block may be published (`scheduler`).
 
-A block's key is (hash of the parent's key, its token ids), so that equal keys mean equal prefixes. A hit compares
-the whole key, never the hash alone: two blocks of different tokens can't be taken for each other.
+A block's key is (hash of the parent's key, its token ids). A hit walks from the first block and compares whole keys,
+never the hash alone: blocks of different tokens can't be taken for each other, and blocks of equal tokens only if
+two different prefixes before them have the same 64-bit hash.
 """
 
 from __future__ import annotations

@@ -44,11 +44,3 @@ class RowError:
 
     error_class: ErrorClass
     message: str
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class RowId:
-    """Identity of an input row: `file` is the path relative to the input's root, `row` counts from 0."""
-
-    file: str
-    row: int

@@ -12,6 +12,7 @@ import pytest
 
 from batchinfer.errors import ModelError
 from batchinfer.modelfiles import open_model
+from batchinfer.modelfiles.safetensors_header import read_header
 from batchinfer.testing.tiny import make_tiny
 
 INDEX = "model.safetensors.index.json"
@@ -148,6 +149,21 @@ def test_a_name_twice_in_one_file(tmp_path: Path) -> None:
     header += b',"model.norm.weight":' + entry + b"}"
     path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + length :])
     refused(folder, "'model.norm.weight' stands twice")
+
+
+def test_bytes_behind_the_last_tensor(folder: Path) -> None:
+    """Two files written into one, or a longer one whose beginning was overwritten."""
+    with (folder / SECOND).open("ab") as f:
+        f.write(b"\0" * 64)
+    refused(folder, SECOND, "64 bytes follow the last tensor")
+
+
+def test_tensors_that_lie_on_each_other(tmp_path: Path) -> None:
+    entry = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+    header = json.dumps({"a": entry, "b": {**entry, "data_offsets": [2, 6]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(6))
+    with pytest.raises(ModelError, match="tensor 'b' begins at byte"):
+        read_header(tmp_path / "x.safetensors")
 
 
 def test_a_shape_that_does_not_match_its_bytes(tmp_path: Path) -> None:
