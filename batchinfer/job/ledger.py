@@ -6,12 +6,14 @@ Not for who runs what (`job.state`) or what is done: that is decided by result s
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from batchinfer.data.fs import LocalStore
+from batchinfer.data.fs import LocalStore, read_bytes
 from batchinfer.errors import BatchinferError
 from batchinfer.job.layout import JobLayout
 
@@ -140,7 +142,17 @@ def planned_windows(layout: JobLayout) -> Sequence[int]:
 
 def retry_rows(layout: JobLayout) -> dict[int, list[int]]:
     """Of a retry: rows to run again, by chunk, ascending (written by `job.retry`)."""
-    data = LocalStore(layout.output).get(layout.key(layout.retry_plan), wait_s=10.0)
-    if data is None:
-        raise BatchinferError(f"{layout.retry_plan}: no such file; start the retry again")
-    return {int(chunk): rows for chunk, rows in json.loads(data)["rows"].items()}
+    store, key = LocalStore(layout.output), layout.key(layout.retry_plan)
+    try:
+        stat = layout.retry_plan.stat()
+    except FileNotFoundError:  # not visible yet
+        if store.get(key, wait_s=10.0) is None:
+            raise BatchinferError(f"{layout.retry_plan}: no such file; start the retry again") from None
+        stat = layout.retry_plan.stat()
+    return _read_retry_rows(store.path(key), (stat.st_ino, stat.st_mtime_ns, stat.st_size))
+
+
+@functools.lru_cache(maxsize=2)
+def _read_retry_rows(path: Path, version: tuple[int, int, int]) -> dict[int, list[int]]:
+    """Asked for by every chunk, and may name millions of rows. `version` tells the file from one of the same name."""
+    return {int(chunk): rows for chunk, rows in json.loads(read_bytes(path))["rows"].items()}

@@ -16,7 +16,7 @@ from batchinfer.data.prepared import read_prepared
 from batchinfer.errors import BatchinferError, InputError, ResumeRefused
 from batchinfer.job import windows as windows_module
 from batchinfer.job.commit import commit_chunk, part_summary
-from batchinfer.job.ledger import load_window
+from batchinfer.job.ledger import load_window, window_to_json
 from batchinfer.job.manifest import freeze_job, load_manifest, load_run, save_run
 from batchinfer.job.planner import prepare_chunk
 from batchinfer.job.report import summarize
@@ -328,3 +328,31 @@ def test_laws_of_units(new_shop, prompts, batch_rows, unit_work):
         assert plan.chunks[0].num_failed == len(prompts) - len(good)
         plans.append((plan.units, plan.shared_tokens, plan.duplicate_rows, plan.chunks[0].content_hash))
     assert plans[0] == plans[1]
+
+
+def test_costs_of_a_chunk_do_not_grow_with_the_number_of_files(shop, monkeypatch):
+    """Ten thousand small files: what a chunk's planning and commit look at must not be the whole job each time."""
+    for i in range(30):
+        shop.write(f"{i:02d}.parquet", {"prompt": [f"p{i}"]})
+    job = freeze_job(resolve_job(shop.spec()))
+    (window,) = job.windows()
+    shop.plan(job, 0, window.chunks)
+    looked: list[int] = []
+
+    class Files(list):
+        def __iter__(self):
+            looked.append(1)
+            return super().__iter__()
+
+    job.input["files"] = Files(job.input["files"])
+    for chunk in window.chunks:
+        prepare_chunk(job, 0, chunk, epoch=2)
+    assert not looked
+    plan = load_window(job.layout, 0)
+    parts = plan.by_chunk()
+    assert all(len(part.chunks) == 1 and len(window_to_json(part)) < 1500 for part in parts.values())
+    assert all(part.units_of(chunk) for chunk, part in parts.items())
+    shop.answer(job, plan)
+    for chunk in window.chunks:
+        commit_chunk(job, parts[chunk.chunk], chunk, epoch=1)
+    assert verify_job(job).ok and len(looked) < 10, "verify looks at all files a few times, not for each"
