@@ -200,8 +200,10 @@ class FakeRunner:
             return self._eos
         choice = mixed >> 20
         if masked:
-            while _FIRST_TOKEN + choice % _NUM_TOKENS in spec.stop_token_ids:
-                choice += 1
+            for after in range(_NUM_TOKENS):
+                if _FIRST_TOKEN + (choice + after) % _NUM_TOKENS not in spec.stop_token_ids:
+                    return _FIRST_TOKEN + (choice + after) % _NUM_TOKENS
+            return next(token for token in range(len(spec.stop_token_ids) + 1) if token not in spec.stop_token_ids)
         return _FIRST_TOKEN + choice % _NUM_TOKENS
 
     def _other_groups(self, chunk: Chunk, state: int) -> int:

@@ -251,6 +251,13 @@ def test_min_tokens(least: int, most: int, extra: dict[str, Any]) -> None:
         assert EOS not in sample.token_ids[:least]
 
 
+@pytest.mark.parametrize("stops", [range(33, 126), range(33, 127), range(300)])
+def test_min_tokens_where_nearly_every_token_stops(stops: range) -> None:
+    sample = only(fake_engine(), request(0, "p", stop_token_ids=list(stops), min_tokens=5, max_tokens=9))
+    assert len(sample.token_ids) in range(6, 10)
+    assert not set(sample.token_ids[:5]) & set(stops)
+
+
 @pytest.mark.parametrize("ends", [[0, 1, 2, 5], [2, 6], [5], [4, 9]])
 def test_a_stop_id_counts_after_the_minimum_only(ends: list[int]) -> None:
     script = [EOS if i in ends else 97 for i in range(20)]
