@@ -165,7 +165,7 @@ def write_prepared(path: Path, rows: PreparedRows | Iterable[PreparedRows]) -> b
     """Publish a prepared file, durably, if `path` is not there yet; False when it is (nothing changes)."""
     pieces = [rows] if isinstance(rows, PreparedRows) else rows
     with temp_for(path) as tmp:
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
         with pa.OSFile(str(tmp), "wb") as sink, pa.ipc.new_file(sink, PREPARED_SCHEMA, options=options) as writer:
             for piece in pieces:
                 for batch in piece._batches():

@@ -160,7 +160,7 @@ def write_segment(path: Path, results: pa.Table | Sequence[ResultRow], *, replac
 
 def _write(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], replace: bool) -> bool:
     with temp_for(path) as tmp:
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
+        options = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
         with pa.OSFile(str(tmp), "wb") as sink, pa.ipc.new_file(sink, schema, options=options) as writer:
             for batch in batches:
                 writer.write_batch(batch)
