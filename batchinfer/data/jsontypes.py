@@ -19,8 +19,15 @@ import pyarrow.compute as pc
 
 MAX_EXACT_FLOAT = 1 << 53
 DOMINANT = 0.9
-Kind = Literal["text", "number", "object", "objects"]  # the last is a list of objects
-_KINDS: dict[Kind, tuple[type, ...]] = {"text": (str,), "number": (int, float), "object": (dict,), "objects": (list,)}
+Kind = Literal["text", "number", "object", "numbers", "objects"]  # the last two are lists
+_KINDS: dict[Kind, tuple[type, ...]] = {
+    "text": (str,),
+    "number": (int, float),
+    "object": (dict,),
+    "numbers": (list,),
+    "objects": (list,),
+}
+_ITEMS: dict[Kind, Kind] = {"numbers": "number", "objects": "object"}
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _NAMES = {
     "str": "text",
@@ -116,8 +123,8 @@ class Shape:
         if used_as is not None:
             wanted = {kind: count for kind, count in self.counts.items() if kind in _KINDS[used_as]}
             if wanted:
-                if used_as == "objects" and self.item is not None:
-                    item, mixed = self.item.column("object")
+                if used_as in _ITEMS and self.item is not None:
+                    item, mixed = self.item.column(_ITEMS[used_as])
                     own = pa.list_(item)
                 else:
                     own, mixed = self._of_kind(float if len(wanted) > 1 else next(iter(wanted)))

@@ -120,6 +120,8 @@ def resolve_job(
 def _used_as(spec: InputSpec) -> dict[str, Kind]:
     """What the columns must hold that the job names, where that is one kind of value."""
     used: dict[str, Kind] = {column: "number" for name, column in spec.sampling_columns.items() if name in _NUMBERS}
+    lists_and_maps: dict[str, Kind] = {"stop_token_ids": "numbers", "logit_bias": "object"}
+    used |= {column: lists_and_maps[name] for name, column in spec.sampling_columns.items() if name in lists_and_maps}
     used |= {column: "objects" for column in (spec.messages_column, spec.tools_column) if column is not None}
     return used | ({} if spec.prompt_column is None else {spec.prompt_column: "text"})
 

@@ -359,6 +359,7 @@ def test_any_json_can_be_read(tmp_path_factory: pytest.TempPathFactory, rows: li
     ("used_as", "good", "bad"),
     [
         ("objects", [{"role": "user", "content": "hi"}], ["text", 3, {"role": "user"}, ["text"], True]),
+        ("numbers", [1, 2], ["1", 2, ["x"], ["x", "y"], {"a": 1}]),
         ("text", "hi", [3, 1.5, True, ["x"], {"a": 1}]),
         ("number", 5, ["5", True, [5], {"a": 1}]),
         ("object", {"a": 1}, ["x", 1, [[1, 2]]]),
