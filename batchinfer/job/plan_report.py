@@ -257,19 +257,22 @@ def _longest(job: ResolvedJob, rows: PreparedRows) -> int:
 
 
 def _first_prompt(job: ResolvedJob, context: JobContext) -> tuple[str, str, int, int] | None:
-    """(text, file, row, tokens) of the first row that makes a prompt, looking at no more than a few thousand."""
+    """(text, file, row, tokens) of the first row that will run, looking at no more than a few thousand."""
     for window in job.windows()[:1]:
         for chunk in window.chunks[:16]:
             for batch in context.dataset.read(chunk.file, chunk.start, chunk.stop, context.hash_columns):
                 for row, values in enumerate(batch.to_rows(), start=batch.start):
                     prompt = context.renderer.render(values) if row not in batch.errors else None
-                    if prompt is not None and not isinstance(prompt, RowError):
-                        tokens = _count_tokens(context, values)
-                        return prompt.text, job.file_name(chunk.file), row, tokens
+                    if prompt is None or isinstance(prompt, RowError):
+                        continue
+                    outcome = prepare_rows(
+                        context.renderer,
+                        context.tokenizer,
+                        [values],
+                        sampling=context.sampling,
+                        max_model_len=job.max_model_len,
+                    )[0]
+                    if not isinstance(outcome, RowError):
+                        return prompt.text, job.file_name(chunk.file), row, len(outcome.token_ids)
                 break
     return None
-
-
-def _count_tokens(context: JobContext, row: Mapping[str, Any]) -> int:
-    outcome = prepare_rows(context.renderer, context.tokenizer, [row])[0]
-    return 0 if isinstance(outcome, RowError) else len(outcome.token_ids)

@@ -16,6 +16,12 @@ from batchinfer.job.plan_report import (
 from batchinfer.job.resolve import resolve_job
 
 
+def test_the_prompt_shown_is_of_a_row_that_will_run(shop):
+    shop.write("a.parquet", {"prompt": [None, "x" * 300, "", "a", "fine"], "max": [1, 1, 1, 0, 1]})
+    report = plan_report(resolve_job(shop.spec(input={"sampling_columns": {"max_tokens": "max"}})))
+    assert (report.first_prompt, report.first_row, report.first_prompt_tokens) == ("fine", ("a.parquet", 4), 4)
+
+
 def test_report_of_a_small_job(shop):
     head = "h" * 40
     prompts = [head + f"{i:02d}" for i in range(10)] + [None, "x" * 300, "x" * 301, None, None, None]
