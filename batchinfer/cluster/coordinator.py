@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from batchinfer.cluster import tasks
 from batchinfer.cluster.engine_plugin import TOPIC
+from batchinfer.cluster.lifecycle import in_thread
 from batchinfer.cluster.outbox import Message, Outbox
 from batchinfer.cluster.progress import Progress, ProgressMeter
 from batchinfer.cluster.resume import load_usable_window
@@ -363,10 +364,11 @@ class Coordinator:
         priority = _PRIORITY.get(type(task), _COMMIT_PRIORITY) - window / 1e6
         future = self.client.submit(function, *args, key=key, pure=False, priority=priority)
         self._futures[task] = future
-        future.add_done_callback(lambda done: self._collect(task, done))
+        # Dask calls back in one thread: a result that is being looked for at a dead worker must not hold up others.
+        future.add_done_callback(lambda done: in_thread("collect", lambda: self._collect(task, done)))
 
     def _collect(self, task: ev.Task, future: Any) -> None:
-        """In a thread of Dask's."""
+        """In a thread of its own."""
         try:
             result = future.result()
         except ConfigError as error:

@@ -16,8 +16,10 @@ SETTINGS: dict[str, object] = {
     "distributed.worker.profile.enabled": False,
     "distributed.admin.tick.limit": "1 minute",  # silence about a busy event loop
     "distributed.admin.system-monitor.gil.enabled": False,
-    "distributed.comm.timeouts.connect": "30s",
-    "distributed.comm.retry.count": 3,
+    # A result that died with its worker is asked for at an address where nobody listens, for as long as this allows,
+    # before the task runs again: with Dask's own times that takes minutes.
+    "distributed.comm.timeouts.connect": "5s",
+    "distributed.comm.retry.count": 0,
 }
 
 

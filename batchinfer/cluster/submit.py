@@ -254,7 +254,7 @@ def run_on_local_workers(
         # Without it Dask tries the dashboard's port, also to serve nothing, and warns where that is taken.
         scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
     )
-    client = Client(cluster)
+    client = Client(cluster, timeout=30)
     try:
         coordinator = Coordinator(
             job=job,

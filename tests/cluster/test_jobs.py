@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -181,3 +183,59 @@ def test_broken_parts_are_noticed_named_and_made_again(folder: JobFolder) -> Non
     assert parts[3].stat().st_mtime_ns == kept
     log = (folder.state / "log.txt").read_text()
     assert all(f"part {part.name} is broken" in log for part in parts[:3])
+
+
+def test_a_batch_that_raises_costs_only_the_rows_that_make_it_raise(folder: JobFolder) -> None:
+    texts = [f"id {i}" if i % 9 else f"id {i} ~" for i in range(60)]
+    folder.input({"text": texts})
+    folder.job(f"fake://echo?max_model_len=512&raise_token={ord('~')}", engine={"max_num_seqs": 17})
+    folder.run("submit", "job.yaml", "--set", "sampling.max_tokens=30", code=3)
+    for row, text in zip(folder.rows(), texts, strict=True):
+        assert row["text"] == text
+        assert (row["error"] is not None) == ("~" in text)
+        assert row["completion"] == (None if "~" in text else text)
+    folder.run("verify", "out")
+
+
+def test_the_process_ends_soon_after_the_last_row(folder: JobFolder) -> None:
+    folder.input(20)
+    folder.job(cluster={"workers": 2})
+    folder.run()
+    last = max(event["time"] for event in folder.events("published"))
+    assert time.time() - last < 10
+
+
+def test_a_long_row_holds_back_no_short_one(folder: JobFolder) -> None:
+    """Rows sorted by length, the first generates for long: others are durable long before it ends, order is kept."""
+    texts = [("x" * (40 - i)) + f" {i}" for i in range(40)]
+    folder.input({"text": texts, "limit": [260] + [3] * 39})
+    folder.job(SLOW, input={"sampling_columns": {"max_tokens": "limit"}}, sampling={"ignore_eos": True})
+    folder.run()
+    rows = folder.rows()
+    assert [row["text"] for row in rows] == texts
+    assert [row["completion_tokens"] for row in rows] == [260] + [3] * 39
+    published = {row: event["time"] for event in folder.events("published") for _, row in event["rows"]}
+    early = [row for row in range(1, 40) if published[row] < published[0] - 0.5]
+    assert len(early) > 30, sorted(published.items())
+
+
+def test_memory_limits_of_dask_do_not_end_workers(folder: JobFolder) -> None:
+    """A model's memory is the engine's business; with a limit, workers would be killed while they load."""
+    folder.input(10)
+    folder.job()
+    limits = {
+        f"DASK_DISTRIBUTED__WORKER__MEMORY__{name}": "0.0001" for name in ("TARGET", "SPILL", "PAUSE", "TERMINATE")
+    }
+    folder.run(env=os.environ | limits | {"DASK_WORKER__MEMORY_LIMIT": "1MB"})
+    assert folder.table().num_rows == 10
+
+
+def test_two_jobs_at_once_do_not_meet(folder: JobFolder) -> None:
+    """Ports, scratch folders, names: nothing is shared, and nothing is said about it."""
+    folder.input(30)
+    folder.job(SLOW)
+    first = folder.start()
+    said = folder.run("submit", "job.yaml", "--set", "output.path=other")
+    _, error = first.communicate(timeout=60)
+    assert first.returncode == 0
+    assert "HTTP server" not in said + error and "warn" not in (said + error).lower()

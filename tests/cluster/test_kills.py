@@ -147,3 +147,44 @@ def test_a_signal_while_starting_is_an_interruption_too(folder: JobFolder, delay
     driver.send_signal(signal.SIGTERM)
     _, said = driver.communicate(timeout=15)
     assert driver.returncode == 75 and "SIGTERM" in said
+
+
+def test_parts_that_are_out_are_not_made_again_when_a_worker_dies(folder: JobFolder) -> None:
+    """Dask runs finished tasks again whose results died with a worker; here results are files."""
+    for number in range(10):
+        rows = {"text": [f"{'x' * (number + 1)} file {number} row {i}" for i in range(12)]}
+        folder.input(rows, f"{number}.parquet")
+    folder.job(f"{FAST}&step_delay_ms=60", engine={"max_num_seqs": 4}, cluster={"workers": 2})
+    driver = folder.start()
+    folder.wait_for(lambda: len(list(folder.out.glob("part-*"))) >= 3)
+    out = {path: path.stat().st_mtime_ns for path in folder.out.glob("part-*")}
+    files = {int(path.name[5:10]) for path in out}
+    killed_at = time.time()
+    os.kill(folder.of_kind(driver, "worker_process")[0], signal.SIGKILL)
+    _, said = driver.communicate(timeout=90)
+    assert driver.returncode == 0, said
+    assert all(path.stat().st_mtime_ns == when for path, when in out.items())
+    late = [event for event in folder.events("lease") if event["leased_at"] > killed_at]
+    assert not files & {chunk for event in late for chunk, _ in event["rows"]}
+    assert folder.table().num_rows == 120
+    folder.run("verify", "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_taken_away_again_and_again_are_nobodys_fault(folder: JobFolder, number: signal.Signals) -> None:
+    folder.input(ROWS)
+    folder.job(f"{FAST}&step_delay_ms=60", **SETTINGS, cluster={"workers": 3})
+    driver = folder.start()
+    folder.wait_for(folder.segments)
+    for _ in range(8):
+        time.sleep(1.5)
+        for pid in folder.of_kind(driver, "worker_process")[:1]:
+            os.kill(pid, number)
+    if driver.poll() is None:
+        for pid in folder.of_kind(driver, "worker_process"):
+            os.kill(pid, number)
+    _, said = driver.communicate(timeout=120)
+    assert driver.returncode == 0, said
+    assert not any(row["error"] for row in folder.rows())
+    folder.run("verify", "out")
