@@ -196,6 +196,9 @@ def _run(
         ends: dict[type, State] = {Interrupted: "interrupted", FailureLimitReached: "failure_limit"}
         writer.end(ends.get(type(error), "failed"), str(error))
         raise
+    finally:
+        with contextlib.suppress(OSError):  # it may hold the keys of the job's storage
+            Path(run).unlink()
     writer.end("finished")
     return job.num_rows - committed.tally.rows, notes
 

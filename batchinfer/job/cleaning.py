@@ -54,6 +54,9 @@ def clean_leftovers(layout: JobLayout, finished: Collection[int] = ()) -> int:
     for window in sorted(done):
         clean_window(layout, window)
         removed += 1
+    for name in _names(layout.work / "runs"):  # of earlier epochs: they may hold the keys of a job's storage
+        with contextlib.suppress(OSError):
+            (layout.work / "runs" / name).unlink()
     # Files that were never given their names, wherever they lie.
     removed += LocalStore(layout.state).remove_temps(older_than_s=FOREIGN_TEMPORARY_AGE_S)
     folder = layout.state / "tmp"

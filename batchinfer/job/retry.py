@@ -58,6 +58,8 @@ def open_retry(job: ResolvedJob, error_class: str | None = None) -> RetryPlan | 
             if data["request"] == request:
                 return RetryPlan(job=last, failed=data["failed"], resumed=True)
             finish_retry(last)  # given up for another one
+        elif data is not None:
+            finish_retry(last)  # a kill may have come before its files were deleted
     rows: dict[int, list[int]] = {}
     failed: Counter[str] = Counter()
     for chunk in job_chunks(replace(job, retry=None)):

@@ -18,7 +18,7 @@ from batchinfer.job import windows as windows_module
 from batchinfer.job.cleaning import clean_leftovers, clean_window
 from batchinfer.job.commit import commit_chunk
 from batchinfer.job.driver_lock import DriverLock, lock_store
-from batchinfer.job.manifest import freeze_job, load_manifest
+from batchinfer.job.manifest import freeze_job, load_manifest, save_run
 from batchinfer.job.resolve import resolve_job
 from batchinfer.job.verify import verify_job
 
@@ -195,3 +195,11 @@ def test_leftovers_of_the_dead_go_those_of_the_living_stay(shop):
     os.utime(old, (0, 0))
     clean_leftovers(job.layout)
     assert sorted(path.name for path in folder.iterdir()) == sorted([mine.name, foreign.name, "notes.txt"])
+
+
+def test_jobs_as_run_by_earlier_drivers_go_since_they_may_hold_keys(shop):
+    shop.write("a.parquet", {"prompt": ["a"]})
+    job = freeze_job(resolve_job(shop.spec()))
+    path = save_run(job, 1)
+    clean_leftovers(job.layout)
+    assert not path.exists()

@@ -192,3 +192,13 @@ def test_a_driver_that_was_succeeded_replaces_no_part(failed):
     with pytest.raises(ResumeRefused, match="another driver has taken over"):
         commit_chunk(plan.job, ledger, window.chunks[0], epoch=zombie.epoch)
     assert [path.read_bytes() for path in failed.parts()] == before
+
+
+def test_what_a_kill_left_of_a_finished_retry_goes_with_the_next(failed):
+    plan = open_retry(resolved(failed))
+    failed.run(plan.job, epoch=3, clean=False)
+    layout = plan.job.layout
+    (layout.work / "finished").write_bytes(b"{}")  # and then the process dies
+    assert layout.segments(0).exists()
+    open_retry(resolved(failed))
+    assert not layout.segments(0).exists() and not layout.window(0).exists()
