@@ -67,6 +67,7 @@ def test_when_every_engine_fails_the_job_ends_with_the_reason(folder: JobFolder)
     folder.run()
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_while_it_starts_is_started_again(folder: JobFolder) -> None:
     folder.input(ROWS)
     folder.job(FAST, **SETTINGS, cluster={"hang_timeout_s": 2})
@@ -115,6 +116,7 @@ def test_an_interrupted_job_leaves_nobody_behind_though_its_engine_hangs(folder:
     folder.wait_for(lambda: not any(map(alive, processes)), timeout=10)
 
 
+@pytest.mark.slow
 def test_a_driver_that_was_stopped_for_a_while_goes_on(folder: JobFolder) -> None:
     folder.input(ROWS)
     folder.job(SLOW, **SETTINGS, cluster={"workers": 2, "hang_timeout_s": 8})

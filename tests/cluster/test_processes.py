@@ -123,3 +123,21 @@ def test_a_worker_that_is_gone_holds_up_no_message_to_the_one_in_its_place() -> 
     wait_for(lambda: lost == [{"t": "lease", "lease": 1}], timeout=5)
     outbox.forget("new")
     outbox.forget("never seen")
+
+
+@pytest.mark.parametrize(("blameless", "suspects"), [(False, [[3, 10, 14]]), (True, [])])
+def test_no_row_is_suspected_of_a_full_disk(host: EngineHost, blameless: bool, suspects: list[list[int]]) -> None:
+    lines: list[Message] = [
+        {"t": "begun", "lease": 2, "start": 0, "stop": 5},
+        {"t": "begun", "lease": 3, "start": 10, "stop": 14},
+        {"t": "done", "lease": 2},
+        {"t": "failed", "message": "OSError: no space left", "fatal": False, "blameless": blameless},
+    ]
+    heard: list[Message] = []
+    host.listen(heard.append)
+    script = f"import json\nfor line in {lines!r}: print(json.dumps(line))"
+    engine = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    host._read(engine)
+    died = heard[-1]
+    assert died["t"] == "died" and "no space left" in died["reason"]
+    assert [list(entry) for entry in died["in_flight"]] == suspects
