@@ -38,9 +38,9 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "data": (BASE, {"pyarrow", "fsspec", "datasets", "numpy", "zstandard"}),
     "job": (BASE | {"data", "text", "modelfiles"}, {"pydantic", "pydantic_core", "yaml", "numpy"}),
     "weights": (BASE | {"modelfiles"}, {"torch", "safetensors", "gguf", "numpy"}),
-    "quant": (BASE | {"kernels"}, {"torch"}),
+    "quant": (BASE | {"kernels", "modelfiles"}, {"torch"}),
     "attention": (BASE | {"kernels"}, {"torch", "numpy"}),
-    "layers": (BASE | {"kernels", "quant", "attention", "weights"}, {"torch"}),
+    "layers": (BASE | {"kernels", "quant", "attention", "weights", "modelfiles"}, {"torch"}),
     "models": (BASE | {"kernels", "quant", "attention", "layers", "weights", "modelfiles"}, {"torch"}),
     "runner": (
         BASE | {"kernels", "quant", "attention", "layers", "models", "weights", "modelfiles"},

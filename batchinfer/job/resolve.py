@@ -31,6 +31,7 @@ from batchinfer.job.layout import JobLayout
 from batchinfer.job.manifest import ResolvedJob, differences, in_frozen_order, load_manifest, refusal, with_drawn
 from batchinfer.job.spec import InputSpec, JobSpec
 from batchinfer.modelfiles import ModelFiles, open_model
+from batchinfer.modelfiles.supported import check_supported
 from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
 
 # Taken from generation_config only where it says do_sample: greedy models carry values there that they never use.
@@ -75,6 +76,7 @@ def resolve_job(
     _refuse_unwritable_output(layout)
     _refuse_output_in_input(spec.input.path, layout)
     files = open_model(spec.model.path, revision=spec.model.revision, tokenizer=spec.model.tokenizer)
+    check_supported(files)
     dataset = open_dataset(
         spec.input.path,
         format=spec.input.format,

@@ -4,6 +4,6 @@ from batchinfer.layers.embedding import Embedding, LMHead
 from batchinfer.layers.linear import Linear
 from batchinfer.layers.maker import LayerMaker
 from batchinfer.layers.norm import RMSNorm
-from batchinfer.layers.rope import Rope, RopeConfig
+from batchinfer.layers.rope import Rope
 
-__all__ = ["Embedding", "LMHead", "LayerMaker", "Linear", "RMSNorm", "Rope", "RopeConfig"]
+__all__ = ["Embedding", "LMHead", "LayerMaker", "Linear", "RMSNorm", "Rope"]

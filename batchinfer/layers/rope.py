@@ -1,99 +1,18 @@
 """Rotary position embedding: frequencies of every scaling kind, and the cos/sin tables.
 
-Responsible for: reading `rope_parameters`, `rope_scaling` (`rope_type` or the older `type`) and `rope_theta` of a
-config, strictly; the tables. The rotation itself is `ops.rope`. Formulas: Su et al. 2021 (RoPE), Peng et al. 2023
-(YaRN), the Llama 3.1 release (llama3). A scaled model's limit is its max_position_embeddings, which the factor
-does not multiply again.
+What a config says is read by `modelfiles.rope_config`; the rotation itself is `ops.rope`. Formulas: Su et al. 2021
+(RoPE), Peng et al. 2023 (YaRN), the Llama 3.1 release (llama3).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from batchinfer.errors import ModelError
-
-_SCALE_KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "mscale",
-            "mscale_all_dim",
-            "beta_fast",
-            "beta_slow",
-            "truncate",
-        }
-    ),
-    "freq_factors": frozenset({"freq_factors"}),
-}
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "freq_factors": ("freq_factors",),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """rotary_dim of the head's dimensions are rotated; `scaling` holds the kind's own numbers."""
-
-    kind: str
-    theta: float
-    rotary_dim: int
-    max_position_embeddings: int
-    scaling: Mapping[str, Any]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int) -> RopeConfig:
-        """From config.json's words. Raises ModelError on an unknown kind, unknown or missing numbers."""
-        merged: dict[str, Any] = {}
-        for key in ("rope_scaling", "rope_parameters"):
-            value = config.get(key)
-            if value is None:
-                continue
-            if not isinstance(value, Mapping):
-                raise ModelError(f"{key} must be a JSON object, got {value!r}")
-            merged.update(value)
-        kind = merged.pop("rope_type", None)
-        older = merged.pop("type", None)
-        kind = kind or older or "default"
-        if kind not in _SCALE_KEYS:
-            raise ModelError(f"RoPE scaling of type {kind!r} is not supported; supported are {', '.join(_SCALE_KEYS)}")
-        theta = merged.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-        partial = merged.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-        scaling = {key: value for key, value in merged.items() if value is not None}
-        original = config.get("original_max_position_embeddings")
-        if original is not None and "original_max_position_embeddings" in _SCALE_KEYS[kind]:
-            scaling["original_max_position_embeddings"] = original  # beside the others it wins, as in transformers
-        unknown = sorted(set(scaling) - _SCALE_KEYS[kind] - ({"factor"} if kind == "default" else set()))
-        if unknown:
-            raise ModelError(
-                f"RoPE scaling {kind!r}: unknown keys {', '.join(unknown)}; they can't be left out of account"
-            )
-        missing = [key for key in _NEEDED.get(kind, ()) if key not in scaling]
-        if missing:
-            raise ModelError(f"RoPE scaling {kind!r}: {', '.join(missing)} is missing in the model's config")
-        rotary_dim = int(head_dim * partial)
-        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            raise ModelError(f"RoPE over {rotary_dim} of {head_dim} dimensions (partial_rotary_factor {partial})")
-        return cls(
-            kind=kind,
-            theta=float(theta),
-            rotary_dim=rotary_dim,
-            max_position_embeddings=max_position_embeddings,
-            scaling=scaling,
-        )
+from batchinfer.modelfiles.rope_config import RopeConfig
 
 
 def frequencies(rope: RopeConfig) -> tuple[Tensor, float]:

@@ -1,12 +1,12 @@
 """Every architecture by name, and `load_model`.
 
-To add a family: a file beside this one with `ARCHITECTURES`, `build` and its weight rules, and a line here.
+To add a family: its config in `modelfiles` (named in `modelfiles.supported`), a file beside this one with `build` and
+its weight rules, and a line here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from batchinfer_kernels.table import Ops
@@ -14,7 +14,8 @@ from torch import nn
 
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.layers import LayerMaker
-from batchinfer.modelfiles import ModelFiles
+from batchinfer.modelfiles import ModelFiles, llama_config
+from batchinfer.modelfiles.supported import architecture_of
 from batchinfer.models import llama
 from batchinfer.models.base import BuildOptions, CausalLM
 from batchinfer.models.dtype import resolve_dtype
@@ -22,19 +23,7 @@ from batchinfer.quant import resolve_scheme
 from batchinfer.weights import load_weights
 
 Build = Callable[[str, ModelFiles, BuildOptions], CausalLM]
-ARCHITECTURES: Mapping[str, Build] = dict.fromkeys(llama.ARCHITECTURES, llama.build)
-
-
-def architecture_of(config: Mapping[str, Any]) -> str:
-    """The architecture that the config names. Raises ModelError where it is unknown, with the list of known ones."""
-    names = config.get("architectures") or []
-    if not isinstance(names, list):
-        raise ModelError(f"architectures in the model's config must be a list, got {names!r}")
-    for name in names:
-        if name in ARCHITECTURES:
-            return str(name)
-    said = ", ".join(map(str, names)) or f"none (model_type {config.get('model_type')!r})"
-    raise ModelError(f"architecture {said} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}")
+ARCHITECTURES: Mapping[str, Build] = dict.fromkeys(llama_config.ARCHITECTURES, llama.build)
 
 
 def load_model(

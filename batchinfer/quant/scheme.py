@@ -12,7 +12,8 @@ import torch
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
-from batchinfer.errors import ConfigError, ModelError
+from batchinfer.errors import ConfigError
+from batchinfer.modelfiles.supported import refuse_stored_quantization
 from batchinfer.quant.unquantized import Unquantized
 
 PLANNED = ("int8", "int4", "fp8")
@@ -48,13 +49,7 @@ class LinearScheme(Protocol):
 
 def resolve_scheme(quantization: str, config: Mapping[str, Any]) -> LinearScheme:
     """The scheme for what the user asked ("auto" is as stored) and what the checkpoint's config says."""
-    stored = config.get("quantization_config") or config.get("compression_config")
-    if stored:
-        method = stored.get("quant_method", "unnamed") if isinstance(stored, Mapping) else stored
-        raise ModelError(
-            f"the checkpoint is quantized (quantization_config, method {method!r}), which is not supported; "
-            "use the original checkpoint, or a GGUF file of the model"
-        )
+    refuse_stored_quantization(config)
     if quantization in ("auto", "none"):
         return Unquantized()
     if quantization in PLANNED:

@@ -11,8 +11,9 @@ import torch
 from batchinfer_kernels.table import resolve
 
 from batchinfer.errors import ConfigError, ModelError
-from batchinfer.layers.rope import RopeConfig, frequencies
+from batchinfer.layers.rope import frequencies
 from batchinfer.modelfiles import open_model
+from batchinfer.modelfiles.rope_config import RopeConfig
 from batchinfer.models import load_model
 from batchinfer.models.dtype import resolve_dtype
 from batchinfer.testing.tiny import make_tiny

@@ -1,0 +1,127 @@
+"""Configs of the llama family: Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3, resolved and checked. No torch: planning a
+job refuses what `models.llama` would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from batchinfer.errors import ModelError
+from batchinfer.modelfiles.rope_config import RopeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """How members of the family differ where their config doesn't say it.
+
+    attention_bias   "config": on q, k, v and o, as attention_bias says; "qkv": always, on q, k and v
+    qk_norm          RMS norm over each head of q and k, before rotation
+    window           "config": sliding_window holds wherever it is set; "flag": only under use_sliding_window;
+                     "none": there is no such thing
+    default_head_dim, default_window   of a config that has no such key
+    """
+
+    attention_bias: Literal["none", "config", "qkv"] = "none"
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: Literal["none", "config", "flag"] = "none"
+    default_head_dim: int | None = None
+    default_window: int | None = None
+
+
+ARCHITECTURES: Mapping[str, Variant] = {
+    "LlamaForCausalLM": Variant(attention_bias="config", mlp_bias=True),
+    "MistralForCausalLM": Variant(window="config", default_window=4096),
+    "Qwen2ForCausalLM": Variant(attention_bias="qkv", window="flag"),
+    "Qwen3ForCausalLM": Variant(attention_bias="config", qk_norm=True, window="flag", default_head_dim=128),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """A member's config.json, resolved and checked."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    windows: tuple[int | None, ...]  # one per layer
+    rope: RopeConfig
+
+    @classmethod
+    def from_config(cls, architecture: str, config: Mapping[str, Any]) -> LlamaConfig:
+        variant = ARCHITECTURES[architecture]
+
+        def number(key: str) -> int:
+            value = config.get(key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ModelError(f"{key} in the model's config must be a positive integer, got {value!r}")
+            return value
+
+        hidden_size, num_heads, num_layers = (
+            number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        )
+        num_kv_heads = num_heads if config.get("num_key_value_heads") is None else number("num_key_value_heads")
+        if num_heads % num_kv_heads:
+            raise ModelError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+        if config.get("head_dim") is not None:
+            head_dim = number("head_dim")
+        elif "head_dim" not in config and variant.default_head_dim is not None:
+            head_dim = variant.default_head_dim
+        else:
+            if hidden_size % num_heads:
+                raise ModelError(
+                    f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
+                    "and the config gives no head_dim"
+                )
+            head_dim = hidden_size // num_heads
+        activation = config.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise ModelError(f"hidden_act {activation!r} is not supported in this family; silu is")
+        max_positions = number("max_position_embeddings")
+        has_bias = bool(config.get("attention_bias", False)) and variant.attention_bias == "config"
+        return cls(
+            hidden_size=hidden_size,
+            intermediate_size=number("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=number("vocab_size"),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            qkv_bias=has_bias or variant.attention_bias == "qkv",
+            o_bias=has_bias,
+            mlp_bias=bool(config.get("mlp_bias", False)) and variant.mlp_bias,
+            qk_norm=variant.qk_norm,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            windows=_windows(variant, config, num_layers),
+            rope=RopeConfig.from_config(config, head_dim=head_dim, max_position_embeddings=max_positions),
+        )
+
+
+def _windows(variant: Variant, config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer, None where it sees everything."""
+    window = config.get("sliding_window", variant.default_window)
+    in_use = variant.window == "config" or (variant.window == "flag" and bool(config.get("use_sliding_window")))
+    if not in_use or window is None:
+        return (None,) * num_layers
+    if not isinstance(window, int) or window < 1:
+        raise ModelError(f"sliding_window in the model's config must be a positive integer, got {window!r}")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = int(config.get("max_window_layers", 28)) if variant.window == "flag" else 0
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"layer_types in the model's config is not understood: {kinds!r}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
