@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from batchinfer.errors import ModelError
+
 if TYPE_CHECKING:
     from batchinfer.cluster.submit import JobResult
     from batchinfer.job.status import JobStatus
@@ -121,6 +123,9 @@ def verify_text(report: VerifyReport) -> str:
 
 
 def model_text(files: ModelFiles) -> str:
+    """What the files say, and whether such a model can be run."""
+    from batchinfer.modelfiles.supported import check_supported
+
     config = files.config
     rows: list[tuple[str, object]] = [
         ("kind", files.kind),
@@ -135,13 +140,20 @@ def model_text(files: ModelFiles) -> str:
         ("vocab_size", "vocabulary"),
     ):
         if config.get(key) is not None:
-            rows.append((words, number(config[key])))
+            value = config[key]
+            rows.append((words, number(value) if isinstance(value, int) else repr(value)))
+    try:
+        check_supported(files)
+        runs = "yes"
+    except ModelError as error:
+        runs = f"no: {error}"
     rows += [
         ("context", f"{number(files.max_model_len)} tokens"),
         ("end tokens", ", ".join(map(str, sorted(files.eos_token_ids))) or "none"),
         ("chat templates", ", ".join(files.chat_templates) or "none"),
         ("tokenizer", files.tokenizer.kind),
     ]
+    rows.append(("can be run", runs))
     if files.weight_files:
         size = sum(path.stat().st_size for path in files.weight_files)
         rows.append(("weights", f"{len(files.weight_files)} files, {num_bytes(size)}"))

@@ -176,15 +176,8 @@ class LLM:
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config suggests; greedy where it suggests nothing."""
         model = self.engine.model
-        suggested = model.generation_config if model is not None else {}
-        if suggested.get("do_sample") is not True:
-            chosen: dict[str, Any] = {"temperature": 0.0}
-        else:
-            names = ("temperature", "top_p", "top_k", "min_p")
-            chosen = {name: suggested[name] for name in names if suggested.get(name) is not None}
-        if suggested.get("repetition_penalty") is not None:
-            chosen["repetition_penalty"] = suggested["repetition_penalty"]
-        return SamplingParams(**chosen)
+        suggested = model.suggested_sampling if model is not None else {}
+        return SamplingParams(**{"temperature": 0.0, **suggested})
 
     get_default_sampling_params = default_sampling_params
 

@@ -34,9 +34,6 @@ from batchinfer.modelfiles import ModelFiles, open_model
 from batchinfer.modelfiles.supported import check_supported
 from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
 
-# Taken from generation_config only where it says do_sample: greedy models carry values there that they never use.
-_SAMPLING_ONLY = ("temperature", "top_p", "top_k", "min_p")
-_PENALTIES = ("repetition_penalty",)
 # Settings that decide the output's columns: a part can't be half this, half that.
 _SHAPES = ("sampling.n", "sampling.logprobs")
 _SAMPLE_ROWS = 64
@@ -255,23 +252,20 @@ def _resolve_values(
 def resolve_sampling(spec: JobSpec, files: ModelFiles) -> dict[str, tuple[Any, str]]:
     """Each sampling setting (but seed) and where it came from.
 
-    The user's value, else the model's generation_config (temperature, top_p, top_k and min_p only where it says
-    do_sample: true; repetition_penalty always), else the neutral value. Unset temperature is 0: greedy.
+    The user's value, else what the model suggests (`ModelFiles.suggested_sampling`), else the neutral value. Unset
+    temperature is 0: greedy.
     """
     given = spec.sampling.given()
-    suggested = files.generation_config
+    suggested = files.suggested_sampling
     neutral = {field.name: field.default for field in fields(SamplingParams)} | {"temperature": 0.0}
-    names = _PENALTIES + (_SAMPLING_ONLY if suggested.get("do_sample") is True else ())
     found: dict[str, tuple[Any, str]] = {}
     for name in SAMPLING_FIELDS:
         if name == "seed":
             continue
         if name in given:
             found[name] = (given[name], "user")
-        elif name in names and suggested.get(name) is not None:
+        elif name in suggested:
             found[name] = (suggested[name], "generation_config")
-        elif name == "temperature" and suggested.get("do_sample") is True:
-            found[name] = (1.0, "generation_config")  # what do_sample without a temperature means
         else:
             found[name] = (neutral[name], "default")
     stop = found["stop"][0]

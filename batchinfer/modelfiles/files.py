@@ -86,6 +86,21 @@ class ModelFiles:
         return value
 
     @property
+    def suggested_sampling(self) -> dict[str, Any]:
+        """Sampling settings that generation_config suggests, for whatever the user leaves out.
+
+        temperature, top_p, top_k and min_p only where it says do_sample: true (greedy models carry values there that
+        they never use; do_sample without a temperature means 1); repetition_penalty always.
+        """
+        suggested = self.generation_config
+        names: tuple[str, ...] = ("repetition_penalty",)
+        found: dict[str, Any] = {}
+        if suggested.get("do_sample") is True:
+            names += ("temperature", "top_p", "top_k", "min_p")
+            found["temperature"] = 1.0
+        return found | {name: suggested[name] for name in names if suggested.get(name) is not None}
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all stored tensors (a tied head counts once where it is stored once)."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from batchinfer.cli.display import progress_line
 from batchinfer.cli.main import cli
 from batchinfer.cluster.progress import ProgressMeter
 from batchinfer.job.events import Tally
+from batchinfer.testing.tiny import make_tiny
 
 OPTIONS = {
     "submit": ["--dry-run", "--extend", "--fresh", "--help", "--set", "JOB"],
@@ -124,6 +126,14 @@ def test_schema_is_json() -> None:
 
 def test_inspect() -> None:
     assert "2,048 tokens" in batchinfer("inspect", "fake://hash").stdout
+
+
+def test_inspect_says_whether_a_model_can_be_run(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "tiny")
+    assert re.search(r"can be run +yes", batchinfer("inspect", str(folder)).stdout)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "64"}))
+    assert re.search(r"can be run +no: .*hidden_size .* integer, got '64'", batchinfer("inspect", str(folder)).stdout)
 
 
 def test_a_reader_that_leaves_is_no_error_of_ours(job: Path) -> None:
