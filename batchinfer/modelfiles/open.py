@@ -21,6 +21,8 @@ def open_model(path: str, *, revision: str | None = None, tokenizer: str | None 
     Raises ModelError, with what to do, where the model can't be used.
     """
     files = _open(path, revision=revision)
+    if revision is not None and (files.kind == "fake" or Path(path).expanduser().exists()):
+        raise ModelError(f"model.revision {revision!r} goes with a hub id; {path} is not one: leave it out")
     return files if tokenizer is None else _with_tokenizer(files, tokenizer)
 
 

@@ -111,6 +111,12 @@ def test_another_tokenizer(tmp_path: Path) -> None:
         open_model(str(folder), tokenizer=str(tmp_path / "no" / "such" / "place"))
 
 
+def test_a_revision_of_what_is_not_on_a_hub_is_refused(tmp_path: Path) -> None:
+    for path in (str(make_tiny(tmp_path / "tiny")), "fake://hash"):
+        with pytest.raises(ModelError, match=r"model.revision 'main' goes with a hub id"):
+            open_model(path, revision="main")
+
+
 def test_a_fake_model_takes_a_real_tokenizer_and_its_end(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "tiny")
     files = open_model("fake://hash?vocab=600", tokenizer=str(folder))
