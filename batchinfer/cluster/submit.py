@@ -272,7 +272,7 @@ def run_on_local_workers(
             on_progress=listener.progress,
             lost_lock=lambda: lock.lost,
         )
-        signals.stop = coordinator.stop
+        signals.stop_in_order(coordinator.stop)
         client.register_plugin(SchedulerNews())
         client.register_plugin(
             EnginePlugin(
@@ -310,11 +310,13 @@ def run_on_local_workers(
 class _Signals:
     """SIGINT, SIGTERM and SIGHUP stop the run in order; the second one ends it at once (nothing durable is lost).
 
-    Before there is anything to stop in order, they raise Interrupted where the driver stands.
+    Before there is anything to stop in order, they raise Interrupted where the driver stands. A library that is being
+    imported or started may swallow that, so it is remembered until there is.
     """
 
     def __init__(self) -> None:
-        self.stop: Callable[[str], None] | None = None
+        self._stop: Callable[[str], None] | None = None
+        self._came = ""
         self._count = 0
         self._old: dict[int, Any] = {}
 
@@ -323,9 +325,16 @@ class _Signals:
         if self._count > 1:
             os._exit(Interrupted.exit_code)  # workers and engines end with this process
         message = f"stopped by {signal.Signals(signum).name}"
-        if self.stop is None:
+        self._came = message
+        if self._stop is None:
             raise Interrupted(f"{message}; the same command goes on")
-        self.stop(message)
+        self._stop(message)
+
+    def stop_in_order(self, stop: Callable[[str], None]) -> None:
+        """From now on, signals call `stop`; at once if one came before and was swallowed."""
+        self._stop = stop
+        if self._came:
+            stop(self._came)
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():

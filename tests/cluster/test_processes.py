@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -141,3 +142,17 @@ def test_no_row_is_suspected_of_a_full_disk(host: EngineHost, blameless: bool, s
     died = heard[-1]
     assert died["t"] == "died" and "no space left" in died["reason"]
     assert [list(entry) for entry in died["in_flight"]] == suspects
+
+
+def test_a_signal_that_a_library_swallowed_stops_the_run_all_the_same() -> None:
+    """Before the run can be stopped in order, a signal is an exception wherever the driver stands."""
+    from batchinfer.cluster.submit import _Signals
+
+    stopped: list[str] = []
+    with _Signals() as signals:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except Exception as error:  # as code does that tries whether something works
+            assert "SIGTERM" in str(error)
+        signals.stop_in_order(stopped.append)
+    assert stopped == ["stopped by SIGTERM"]
