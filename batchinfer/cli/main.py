@@ -43,7 +43,7 @@ def cli() -> None:
     """Offline batch LLM inference: a dataset of prompts in, the same dataset with completions out."""
 
 
-@cli.command()
+@cli.command(short_help="Run a job, or go on with it.")
 @click.argument("job", type=click.Path())
 @_overrides
 @click.option("--fresh", is_flag=True, help="Start over: the old output folder is moved aside, never deleted.")
@@ -71,7 +71,7 @@ def submit(job: str, overrides: tuple[str, ...], fresh: bool, extend: bool, dry_
     return result.exit_code
 
 
-@cli.command()
+@cli.command(short_help="Check every row and estimate the cost; loads no model.")
 @click.argument("job", type=click.Path())
 @_overrides
 def plan(job: str, overrides: tuple[str, ...]) -> int:
@@ -105,6 +105,7 @@ def verify(job: str) -> int:
     from batchinfer.job.spec import JobSpec
     from batchinfer.job.verify import verify_job
 
+    _look_for(job)
     spec = None if Path(job).is_dir() else JobSpec.from_yaml(job)
     folder = Path(job) if spec is None else Path(spec.output.path)
     resolved = load_manifest(JobLayout(folder))
@@ -115,7 +116,7 @@ def verify(job: str) -> int:
     return 0 if report.ok else 1
 
 
-@cli.command()
+@cli.command(short_help="Run failed rows again.")
 @click.argument("job", type=click.Path())
 @click.option("--class", "error_class", metavar="CLASS", help="Only rows of this error class.")
 @_overrides
@@ -166,12 +167,19 @@ def quantize(model: str, out: str) -> int:
 
 def output_folder(job: str) -> Path:
     """Of a job file, or the folder itself."""
+    _look_for(job)
     path = Path(job)
     if path.is_dir():
         return path
     from batchinfer.job.spec import JobSpec
 
     return Path(JobSpec.from_yaml(path).output.path)
+
+
+def _look_for(job: str) -> None:
+    """What is neither there as a job file nor as a folder gets a message that names both."""
+    if not Path(job).exists():
+        raise ConfigError(f"{job}: no such job file or output folder (looked from {Path.cwd()})")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from batchinfer.cli.texts import duration, failed_text, num_bytes, number, table
+from batchinfer.cli.texts import count, duration, failed_text, num_bytes, number, table
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.plan_report import PlanReport, Survey
 from batchinfer.job.spec import JobSpec
@@ -49,14 +49,14 @@ def work_text(job: ResolvedJob, ignore_existing: bool) -> str:
 
     windows = job.windows()
     rows: list[tuple[str, object]] = [
-        ("input", f"{number(job.num_rows)} rows in {number(len(job.input['files']))} files"),
-        ("output", f"{job.layout.output}: {number(sum(len(w.chunks) for w in windows))} files"),
+        ("input", f"{count(job.num_rows, 'row')} in {count(len(job.input['files']), 'file')}"),
+        ("output", f"{job.layout.output}: {count(sum(len(w.chunks) for w in windows), 'file')}"),
         ("windows", number(len(windows))),
         ("workers", f"{job.spec.cluster.workers} on this machine"),
     ]
     if job.layout.manifest.exists() and not ignore_existing:
         report = summarize(job)
-        rows.append(("done already", f"{number(report.rows_done)} rows in {number(report.parts_done)} files"))
+        rows.append(("done already", f"{count(report.rows_done, 'row')} in {count(report.parts_done, 'file')}"))
     return f"\nWork\n{table(rows)}"
 
 
@@ -79,7 +79,10 @@ def report_text(report: PlanReport) -> str:
                 f"{number(survey.shared_tokens)} tokens ({shared:.0f} %) are computed once for several rows",
             ),
             ("equal prompts", f"{number(survey.duplicate_rows)} rows repeat another row's prompt"),
-            ("output tokens", f"at most {number(survey.output_tokens)} (each row's max_tokens, 256 at most)"),
+            (
+                "output tokens",
+                f"{number(survey.output_tokens)} assumed (each row's max_tokens, but no more than 256 a sample)",
+            ),
         ]
         if report.kv_bytes_per_token is not None:
             longest = num_bytes(report.kv_bytes_longest or 0)

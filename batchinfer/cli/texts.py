@@ -20,12 +20,19 @@ def number(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def count(value: int, thing: str) -> str:
+    """ "1 file", "2 files"."""
+    return f"{number(value)} {thing}{'' if value == 1 else 's'}"
+
+
 def rate(value: float) -> str:
     if value >= 100_000:
         return f"{value / 1000:,.0f}k"
     if value >= 10_000:
         return f"{value / 1000:.1f}k"
-    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+    if value >= 10:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 0.1 or not value else f"{value:.2g}"
 
 
 def duration(seconds: float) -> str:
@@ -70,7 +77,7 @@ def result_text(result: JobResult) -> str:
         seconds = max(result.elapsed_s, 1e-9)
         speed = f"{rate(result.rows_run / seconds)} rows/s" if result.rows_run else ""
         rows.append(("time", f"{duration(seconds)}{', ' + speed if speed else ''}"))
-    rows.append(("output", f"{result.output} ({report.parts_done} files, {num_bytes(report.num_bytes)})"))
+    rows.append(("output", f"{result.output} ({count(report.parts_done, 'file')}, {num_bytes(report.num_bytes)})"))
     text = f"{head}\n{table(rows)}"
     for note in result.notes:
         text += f"\nNote: {note}"
@@ -110,12 +117,12 @@ def status_text(status: JobStatus) -> str:
 def verify_text(report: VerifyReport) -> str:
     counts = (
         f"{number(report.rows_found)} of {number(report.rows_expected)} rows in "
-        f"{number(report.parts_found)} of {number(report.parts_expected)} files"
+        f"{number(report.parts_found)} of {count(report.parts_expected, 'file')}"
     )
     if report.ok:
         failed = f"; {number(report.rows_failed)} of them are error rows" if report.rows_failed else ""
         return f"Proved: every input row is in the output exactly once, and all checksums hold.\n  {counts}{failed}"
-    lines = [f"NOT proved: {number(len(report.problems))} problems", f"  {counts}"]
+    lines = [f"NOT proved: {count(len(report.problems), 'problem')}", f"  {counts}"]
     lines += [f"  {problem}" for problem in report.problems[:MAX_PROBLEMS]]
     if len(report.problems) > MAX_PROBLEMS:
         lines.append(f"  and {number(len(report.problems) - MAX_PROBLEMS)} more")
@@ -156,7 +163,7 @@ def model_text(files: ModelFiles) -> str:
     rows.append(("can be run", runs))
     if files.weight_files:
         size = sum(path.stat().st_size for path in files.weight_files)
-        rows.append(("weights", f"{len(files.weight_files)} files, {num_bytes(size)}"))
+        rows.append(("weights", f"{count(len(files.weight_files), 'file')}, {num_bytes(size)}"))
     if files.generation_config:
         rows.append(("generation", ", ".join(f"{k}={v}" for k, v in sorted(files.generation_config.items()))))
     return f"{files.name}\n{table(rows)}"

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from batchinfer.job.events import Tally
 
 WINDOW_S = 30.0
+MIN_ROWS = 10  # to guess the time left from: a first batch begins long before its first row ends
+BEFORE_WORK = ("planning", "waiting for workers", "loading the model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class ProgressMeter:
         """`base`: outcomes in parts that were out before this run."""
         self._name, self._num_rows, self._base, self._start = name, num_rows, base, now
         self._history: deque[tuple[float, int, int, int]] = deque()
+        self._work_began: tuple[float, int] | None = None  # when, and how many rows had an outcome by then
 
     def measure(
         self,
@@ -51,6 +54,10 @@ class ProgressMeter:
         """`prompt_tokens`, `completion_tokens`: that engines went through so far, also of rows not yet finished."""
         total = self._base + tally
         history = self._history
+        if self._work_began is None:
+            history.clear()  # rows that counted up to here were there already, or are bad ones: no rate comes of them
+            if phase not in BEFORE_WORK:
+                self._work_began = now, total.rows
         history.append((now, total.rows, prompt_tokens, completion_tokens))
         while len(history) > 2 and history[1][0] <= now - WINDOW_S:
             history.popleft()
@@ -58,7 +65,6 @@ class ProgressMeter:
         span = max(now - then[0], 1e-9)
         first = then[0] <= now - 0.5
         rates = [max(0, b - a) / span if first else 0.0 for a, b in zip(then[1:], history[-1][1:], strict=True)]
-        left = self._num_rows - total.rows
         return Progress(
             name=self._name,
             phase=phase,
@@ -67,10 +73,22 @@ class ProgressMeter:
             rows_per_s=rates[0],
             prompt_tokens_per_s=rates[1],
             completion_tokens_per_s=rates[2],
-            eta_s=0.0 if left <= 0 else left / rates[0] if rates[0] > 0 else None,
+            eta_s=self._eta_s(now, total.rows),
             elapsed_s=now - self._start,
             parts_done=parts_done,
             workers_ready=workers_ready,
             workers=workers,
             notes=notes,
         )
+
+    def _eta_s(self, now: float, rows: int) -> float | None:
+        """From the last half minute, or from the whole run where that holds too few rows."""
+        left = self._num_rows - rows
+        if left <= 0:
+            return 0.0
+        if self._work_began is None:
+            return None
+        for then, rows_then in (self._history[0][:2], self._work_began):
+            if rows - rows_then >= MIN_ROWS and now > then:
+                return left * (now - then) / (rows - rows_then)
+        return None

@@ -88,7 +88,7 @@ def test_plan_reads_every_row_and_writes_nothing(job: Path) -> None:
 
 def test_a_dry_run_says_what_would_be_run_and_writes_nothing(job: Path) -> None:
     done = batchinfer("submit", str(job), "--dry-run", "--set", "sampling.max_tokens=5")
-    assert done.returncode == 0 and "3 rows in 1 files" in done.stdout
+    assert done.returncode == 0 and "3 rows in 1 file\n" in done.stdout
     assert not (job.parent / "out").exists()
 
 
@@ -103,6 +103,8 @@ def test_a_dry_run_says_what_would_be_run_and_writes_nothing(job: Path) -> None:
         (("submit", "job.yaml", "--extend"), "--extend"),
         (("plan", "job.yaml", "--set", "model.path=none.gguf"), "none.gguf"),
         (("status", "job.yaml"), "no batchinfer job here"),
+        (("status", "none"), "no such job file or output folder"),
+        (("verify", "none"), "no such job file or output folder"),
         (("verify", "."), "no batchinfer job here"),
         (("retry", "job.yaml"), "submit it first"),
         (("inspect", "none"), "none"),
@@ -144,7 +146,15 @@ def test_a_reader_that_leaves_is_no_error_of_ours(job: Path) -> None:
 
 def test_numbers_as_text() -> None:
     assert [texts.duration(s) for s in (5, 65, 3700, 200_000)] == ["5 s", "1 min 05 s", "1 h 01 min", "2 d 7 h"]
-    assert [texts.rate(r) for r in (0.5, 12, 1234, 45_600, 1_234_567)] == ["0.5", "12", "1,234", "45.6k", "1,235k"]
+    assert [texts.rate(r) for r in (0, 0.031, 0.5, 12, 1234, 45_600, 1_234_567)] == [
+        "0.0",
+        "0.031",
+        "0.5",
+        "12",
+        "1,234",
+        "45.6k",
+        "1,235k",
+    ]
     assert [texts.num_bytes(b) for b in (10, 2048, 3 * 2**30)] == ["10 B", "2.0 KiB", "3.0 GiB"]
 
 
@@ -158,6 +168,30 @@ def test_progress_rates_and_time_left() -> None:
     assert later.eta_s == pytest.approx(35.0)
     line = progress_line(later)
     assert line == "running: 300 of 1,000 rows (30.0 %), 3 failed, 20 rows/s, tokens/s 500 in, 100 out, 35 s left"
+
+
+def test_no_rate_comes_of_rows_that_were_there_before_the_work_and_no_time_left_of_a_few() -> None:
+    meter = ProgressMeter("job", 1000, Tally(), now=0.0)
+
+    def measure(now: float, rows: int, phase: str) -> tuple[float, float | None]:
+        seen = meter.measure(
+            now,
+            Tally(rows=rows),
+            phase=phase,
+            parts_done=0,
+            prompt_tokens=0,
+            completion_tokens=0,
+            workers_ready=1,
+            workers=1,
+        )
+        return seen.rows_per_s, seen.eta_s
+
+    assert measure(0.0, 0, "planning") == (0.0, None)
+    assert measure(2.0, 300, "loading the model") == (0.0, None)
+    assert measure(5.0, 400, "running") == (0.0, None)
+    assert measure(15.0, 401, "running") == (0.1, None)
+    assert measure(25.0, 500, "running") == (5.0, pytest.approx(100.0))
+    assert measure(60.0, 505, "planning") == (pytest.approx(5 / 35), pytest.approx(495 * 55 / 105))  # of the whole run
 
 
 def test_verify_of_a_job_file_reads_the_input_with_its_storage_options(
