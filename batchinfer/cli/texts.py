@@ -126,6 +126,10 @@ def verify_text(report: VerifyReport) -> str:
     lines += [f"  {problem}" for problem in report.problems[:MAX_PROBLEMS]]
     if len(report.problems) > MAX_PROBLEMS:
         lines.append(f"  and {number(len(report.problems) - MAX_PROBLEMS)} more")
+    if report.parts_found < report.parts_expected:
+        lines.append(
+            "Files that are not there yet, or are lost: `batchinfer submit` with the same job file makes them."
+        )
     return "\n".join(lines)
 
 

@@ -187,9 +187,12 @@ def _typed(path: str, found: Sequence[tuple[str, str]], format: str) -> list[Sou
     if not sources:
         what = f"{format} " if format != "auto" else ""
         there = f", only {_some(skipped)}" if skipped else ": it is an empty folder"
+        advice = "Set input.format for one file with another ending"
+        if any(name.lower().endswith((".csv", ".tsv")) for name in skipped):
+            advice = "CSV is not read: convert it, say by pyarrow.parquet.write_table(pyarrow.csv.read_csv(OLD), NEW)"
         raise InputError(
             f"input.path {path!r} holds no {what}file that can be read{there}; known endings: {', '.join(EXTENSIONS)} "
-            "(JSON Lines also with .gz or .zst). Set input.format for one file with another ending"
+            f"(JSON Lines also with .gz or .zst). {advice}"
         )
     if skipped:
         log.warning("input %s: ignored %d files that are no data files: %s", path, len(skipped), _some(skipped))

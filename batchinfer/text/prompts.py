@@ -267,7 +267,7 @@ class PromptRenderer:
         if "default" not in templates:
             raise ModelError(
                 f"the model has no {'default ' if templates else ''}chat template{there}, which messages need; "
-                " give input.chat_template (a name or a template's text), or use input.prompt or prompt_column"
+                "give input.chat_template (a name or a template's text), or use input.prompt or prompt_column"
             )
         default = self._compiled(templates["default"], "default", tokenizer)
         if self.spec.tools_column is not None and "tool_use" in templates:

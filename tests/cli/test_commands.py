@@ -18,6 +18,7 @@ from batchinfer.cli.display import progress_line
 from batchinfer.cli.main import cli
 from batchinfer.cluster.progress import ProgressMeter
 from batchinfer.job.events import Tally
+from batchinfer.job.verify import VerifyReport
 from batchinfer.testing.tiny import make_tiny
 
 OPTIONS = {
@@ -156,6 +157,22 @@ def test_numbers_as_text() -> None:
         "1,235k",
     ]
     assert [texts.num_bytes(b) for b in (10, 2048, 3 * 2**30)] == ["10 B", "2.0 KiB", "3.0 GiB"]
+
+
+def test_verify_says_what_makes_missing_files() -> None:
+    def text(parts_found: int) -> str:
+        report = VerifyReport(
+            rows_expected=4,
+            rows_found=2,
+            rows_failed=0,
+            parts_expected=2,
+            parts_found=parts_found,
+            problems=("part-1: x",),
+        )
+        return texts.verify_text(report)
+
+    assert text(1).startswith("NOT proved: 1 problem\n  2 of 4 rows in 1 of 2 files\n  part-1: x\n")
+    assert "`batchinfer submit`" in text(1) and "`batchinfer submit`" not in text(2)
 
 
 def test_progress_rates_and_time_left() -> None:

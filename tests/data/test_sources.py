@@ -62,6 +62,9 @@ def test_one_file(folder: Path) -> None:
     with pytest.raises(InputError, match=r"no file that can be read, only data\.txt.*input\.format"):
         names(folder / "data.txt")
     assert names(folder / "data.txt", "jsonl") == ["data.txt"]
+    (folder / "table.csv").write_text("text\none\n")
+    with pytest.raises(InputError, match=r"only table\.csv.*CSV is not read: convert it"):
+        names(folder / "table.csv")
 
 
 def test_globs_name_files_from_their_fixed_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
