@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from batchinfer.errors import ModelError
+from batchinfer.types.rows import ErrorClass
 
 if TYPE_CHECKING:
     from batchinfer.cluster.submit import JobResult
@@ -79,6 +80,10 @@ def result_text(result: JobResult) -> str:
         rows.append(("time", f"{duration(seconds)}{', ' + speed if speed else ''}"))
     rows.append(("output", f"{result.output} ({count(report.parts_done, 'file')}, {num_bytes(report.num_bytes)})"))
     text = f"{head}\n{table(rows)}"
+    if report.rows_failed:
+        text += "\nThe column `error` says what is wrong with each error row"
+        again = any(name in report.failed for name in ErrorClass if name.retryable)
+        text += "; `batchinfer retry` runs those again that another attempt or other limits can help." if again else "."
     for note in result.notes:
         text += f"\nNote: {note}"
     return text

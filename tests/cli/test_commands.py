@@ -17,7 +17,9 @@ from batchinfer.cli import texts
 from batchinfer.cli.display import progress_line
 from batchinfer.cli.main import cli
 from batchinfer.cluster.progress import ProgressMeter
+from batchinfer.cluster.submit import JobResult
 from batchinfer.job.events import Tally
+from batchinfer.job.report import JobReport
 from batchinfer.job.verify import VerifyReport
 from batchinfer.testing.tiny import make_tiny
 
@@ -157,6 +159,16 @@ def test_numbers_as_text() -> None:
         "1,235k",
     ]
     assert [texts.num_bytes(b) for b in (10, 2048, 3 * 2**30)] == ["10 B", "2.0 KiB", "3.0 GiB"]
+
+
+def test_a_result_with_error_rows_says_where_to_look_and_whether_retry_can_help() -> None:
+    def text(**failed: int) -> str:
+        report = JobReport(rows_total=9, rows_done=9, failed=failed, parts_total=1, parts_done=1)
+        return texts.result_text(JobResult(output=Path("out"), report=report, elapsed_s=1.0, rows_run=9))
+
+    assert "column `error`" not in text()
+    assert "column `error`" in text(invalid_row=2) and "retry" not in text(invalid_row=2)
+    assert "`batchinfer retry`" in text(invalid_row=2, prompt_too_long=1)
 
 
 def test_verify_says_what_makes_missing_files() -> None:
