@@ -125,7 +125,7 @@ def retry_job(
         if plan is None:
             listener.said("no row is to be run again")
             return _result(whole, 0, (), start)
-        listener.said(f"{plan.num_rows} rows are run again")
+        listener.said("1 row is run again" if plan.num_rows == 1 else f"{plan.num_rows} rows are run again")
         rows_run, notes = _run(plan.job, lock, workers, signals, listener)
         finish_retry(plan.job)
         return _result(whole, rows_run, notes, start)
