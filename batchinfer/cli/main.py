@@ -218,7 +218,10 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _terminated(signum: int, frame: FrameType | None) -> None:
-    raise Interrupted("stopped by SIGTERM; the same command goes on")
+    """Ends it here, not by an exception: a library that is being imported may swallow that, and the run would go on."""
+    with contextlib.suppress(OSError):
+        os.write(2, b"Stopped: stopped by SIGTERM; the same command goes on\n")
+    os._exit(Interrupted.exit_code)
 
 
 def _result(text: str) -> None:

@@ -251,3 +251,22 @@ def test_the_exit_code_holds_if_nobody_reads_the_result(job: Path) -> None:
     command = f"({sys.executable} -m batchinfer submit job.yaml; echo $? > code) | true"
     subprocess.run(["bash", "-c", command], cwd=job.parent, capture_output=True, timeout=60, check=False)
     assert (job.parent / "code").read_text().strip() == "3"
+
+
+def test_sigterm_ends_it_even_where_a_library_swallows_exceptions() -> None:
+    """The signal can arrive while an import inside `try: … except Exception` runs."""
+    script = (
+        "import signal, click\n"
+        "import batchinfer.cli.main as entry\n"
+        "@click.command()\n"
+        "def cli():\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "    except Exception:\n"
+        "        pass\n"
+        "entry.cli = cli\n"
+        "entry.main([])\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 75
+    assert "SIGTERM" in ended.stderr
