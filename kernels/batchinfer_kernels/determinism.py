@@ -31,16 +31,21 @@ class Preparation:
     in_time: bool
 
 
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """What Linux says this machine's x86 processor has, by Linux' names; nothing where it doesn't say."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())
+
+
 def instruction_level(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The widest vector instructions that this machine has, by the name that MKL gives them."""
     machine = platform.machine().lower()
     if machine not in ("x86_64", "amd64"):
         return machine
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    flags = next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
+    flags = cpu_flags(cpuinfo)
     if flags >= _AVX512:
         return "avx512"
     if {"avx2", "fma"} <= flags:

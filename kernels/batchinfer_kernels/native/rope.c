@@ -1,0 +1,27 @@
+/* Rotary embedding in place; see `reference.rope` for what is computed and rope.py for the caller. */
+
+#include <stddef.h>
+
+static void rotate(float *x, const float *cos, const float *sin, int heads, int head_dim, int half)
+{
+    for (int h = 0; h < heads; h++) {
+        float *restrict first = x + (size_t)h * head_dim, *restrict second = first + half;
+        for (int i = 0; i < half; i++) {
+            const float a = first[i], b = second[i];
+            first[i] = a * cos[i] - b * sin[i];
+            second[i] = b * cos[i] + a * sin[i];
+        }
+    }
+}
+
+/* q, k: heads of head_dim floats, a token every q_stride, k_stride floats; cos, sin: [tokens, half]. */
+void batchinfer_rope(float *q, float *k, const float *cos, const float *sin, long tokens, int q_heads, int k_heads,
+                     long q_stride, long k_stride, int head_dim, int half, int threads)
+{
+#pragma omp parallel for schedule(static) num_threads(threads) if (tokens > 4)
+    for (long t = 0; t < tokens; t++) {
+        const float *c = cos + t * half, *s = sin + t * half;
+        rotate(q + t * q_stride, c, s, q_heads, head_dim, half);
+        rotate(k + t * k_stride, c, s, k_heads, head_dim, half);
+    }
+}
