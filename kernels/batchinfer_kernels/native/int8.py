@@ -1,0 +1,206 @@
+"""`Int8Ops` in C: linear layers with int8 weights over activations in bytes (`batchinfer_kernels.int8` says what).
+
+Weights are packed once, after loading, into panels of PANEL output features; `int8.c` says how a panel lies in memory.
+`pack` returns, as tensors: "values", "scales" and "offsets" of the features that are kept as bytes, "plain" of those
+in bfloat16, and "features", how many of each there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchinfer_kernels.int8 import GROUP, QuantizedRows
+from batchinfer_kernels.native import library
+
+PANEL = 32
+HALF = PANEL // 2
+_LARGEST_BYTES = PANEL * 8 + 4
+
+
+class _Rows(ctypes.Structure):
+    """`struct quantized`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scales", "zeros", "plain")]
+
+
+class _Packed(ctypes.Structure):
+    """`struct packed`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("values", "scales", "offsets", "plain")),
+        *((name, ctypes.c_long) for name in ("width", "num_values", "num_plain")),
+    ]
+
+
+class NativeInt8:
+    """All of `Int8Ops`. Tensors must be contiguous and on the CPU. Not thread-safe."""
+
+    def __init__(self) -> None:
+        library.load()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> dict[str, Tensor]:
+        packed = {"features": torch.tensor([0 if x is None else x.shape[0] for x in (values, plain)])}
+        if values is not None and scales is not None:
+            packed |= _pack_bytes(_whole(values, PANEL, GROUP), _whole(scales, PANEL, 1))
+        if plain is not None:
+            wide = _whole(plain.to(torch.bfloat16), PANEL, GROUP)
+            panels = wide.view(-1, 2, HALF, wide.shape[1] // 2, 2)
+            packed["plain"] = panels.permute(0, 3, 1, 2, 4).contiguous()
+        return packed
+
+    def pack_gated(
+        self, gate_values: Tensor, gate_scales: Tensor, up_values: Tensor, up_scales: Tensor
+    ) -> dict[str, Tensor]:
+        gate, up = (_whole(values, GROUP, GROUP) for values in (gate_values, up_values))
+        sides = (_whole(scales, GROUP, 1) for scales in (gate_scales, up_scales))
+        packed = _pack_bytes(_interleave(gate, up), _interleave(*sides))
+        return packed | {"features": torch.tensor([2 * gate.shape[0], 0])}
+
+    def quantize(self, x: Tensor, *, values: bool = True, plain: bool = False) -> QuantizedRows:
+        rows = _empty_rows(x.shape[0], x.shape[1], values, plain)
+        x = x.contiguous()
+        _functions().batchinfer_quantize(
+            x.data_ptr(), x.shape[0], x.shape[1], _rows(rows, values), torch.get_num_threads()
+        )
+        return rows
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, values: bool = True, plain: bool = False
+    ) -> QuantizedRows:
+        rows = _empty_rows(x.shape[0], x.shape[1], values, plain)
+        x = x.contiguous()
+        _functions().batchinfer_rms_norm_quantize(
+            x.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            x.shape[0],
+            x.shape[1],
+            _rows(rows, values),
+            torch.get_num_threads(),
+        )
+        return rows
+
+    def linear(
+        self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        structure = _packed(packed)
+        y = residual
+        if y is None:
+            y = torch.empty(len(x), structure.num_values + structure.num_plain)
+        assert y.is_contiguous()
+        _functions().batchinfer_int8_linear(
+            _rows(x), len(x), structure, _address(bias), y.data_ptr(), residual is not None, torch.get_num_threads()
+        )
+        return y
+
+    def gated(self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None) -> QuantizedRows:
+        structure = _packed(packed)
+        rows = _empty_rows(len(x), structure.num_values // 2, values=True, plain=False)
+        if bias is not None:
+            bias = _interleave(*(_whole(part[:, None], GROUP, 1) for part in bias.chunk(2))).contiguous()
+        _functions().batchinfer_int8_gated(
+            _rows(x), len(x), structure, _address(bias), _rows(rows), torch.get_num_threads()
+        )
+        return rows
+
+    def argmax(self, x: QuantizedRows, packed: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        threads = torch.get_num_threads()
+        size = _LARGEST_BYTES * threads * len(x)
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        index = torch.empty(len(x), dtype=torch.int64)
+        finite = torch.empty(len(x), dtype=torch.bool)
+        _functions().batchinfer_int8_argmax(
+            _rows(x),
+            len(x),
+            _packed(packed),
+            index.data_ptr(),
+            finite.data_ptr(),
+            self._scratch.data_ptr(),
+            threads,
+        )
+        return index, finite
+
+
+def _pack_bytes(values: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """values int8 [N, K] and scales [N, K / GROUP], whole panels and groups."""
+    features, width = values.shape
+    sums = values.view(features, -1, GROUP).sum(-1, dtype=torch.int32)
+    by_panel = (features // PANEL, PANEL, width // GROUP)
+    return {
+        "values": values.view(-1, 2, HALF, width // 4, 4).permute(0, 3, 1, 2, 4).contiguous(),
+        "scales": scales.float().reshape(by_panel).transpose(1, 2).contiguous(),
+        "offsets": (-sums).view(by_panel).transpose(1, 2).contiguous(),
+    }
+
+
+def _whole(x: Tensor, features: int, width: int) -> Tensor:
+    """x [N, K] with zeros up to multiples of these."""
+    return F.pad(x, (0, -x.shape[1] % width, 0, -x.shape[0] % features))
+
+
+def _interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows in turn: HALF of gate, HALF of up."""
+    parts = (x.view(-1, HALF, x.shape[1]) for x in (gate, up))
+    return torch.stack(tuple(parts), 1).reshape(-1, gate.shape[1])
+
+
+def _empty_rows(rows: int, width: int, values: bool, plain: bool) -> QuantizedRows:
+    padded = -(-width // GROUP) * GROUP
+    kept, groups = (padded, padded // GROUP) if values else (0, 0)
+    return QuantizedRows(
+        values=torch.empty(rows, kept, dtype=torch.uint8),
+        scales=torch.empty(rows, groups),
+        zeros=torch.empty(rows, groups, dtype=torch.int32),
+        plain=torch.empty(rows, padded, dtype=torch.bfloat16) if plain else None,
+    )
+
+
+def _rows(x: QuantizedRows, values: bool = True) -> _Rows:
+    if not values:
+        return _Rows(None, None, None, _address(x.plain))
+    return _Rows(x.values.data_ptr(), x.scales.data_ptr(), x.zeros.data_ptr(), _address(x.plain))
+
+
+def _packed(packed: Mapping[str, Tensor]) -> _Packed:
+    num_values, num_plain = packed["features"].tolist()
+    values, plain = packed.get("values"), packed.get("plain")
+    width = 4 * values.shape[1] if values is not None else 2 * plain.shape[1] if plain is not None else 0
+    return _Packed(
+        _address(values),
+        _address(packed.get("scales")),
+        _address(packed.get("offsets")),
+        _address(plain),
+        width,
+        num_values,
+        num_plain,
+    )
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+@cache
+def _functions() -> Any:
+    """The library, its functions' types declared."""
+    found = library.load()
+    rows, packed, pointer, number = ctypes.POINTER(_Rows), ctypes.POINTER(_Packed), ctypes.c_void_p, ctypes.c_long
+    for name, types in {
+        "batchinfer_quantize": [pointer, number, number, rows, ctypes.c_int],
+        "batchinfer_rms_norm_quantize": [pointer, pointer, ctypes.c_float, number, number, rows, ctypes.c_int],
+        "batchinfer_int8_linear": [rows, number, packed, pointer, pointer, ctypes.c_int, ctypes.c_int],
+        "batchinfer_int8_gated": [rows, number, packed, pointer, rows, ctypes.c_int],
+        "batchinfer_int8_argmax": [rows, number, packed, pointer, pointer, pointer, ctypes.c_int],
+    }.items():
+        getattr(found, name).argtypes = types
+        getattr(found, name).restype = None
+    return found
