@@ -17,7 +17,7 @@ from batchinfer.errors import EngineError, OutOfMemory
 from batchinfer.runner.base import ModelRunner
 from batchinfer.types.request import TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
-from batchinfer.types.step import Chunk, SequenceSpec, StepPlan, StepResult
+from batchinfer.types.step import BlockCopy, Chunk, SequenceSpec, StepPlan, StepResult
 
 MAX_FAILURES_IN_A_ROW = 4
 """So many rows that fail while no row of the same steps gets through are the engine's fault, not theirs."""
@@ -36,6 +36,7 @@ class StepExecutor:
         self._next_step = 0
         self._added: tuple[SequenceSpec, ...] = ()  # not yet told to the runner
         self._finished: tuple[int, ...] = ()
+        self._copies: tuple[BlockCopy, ...] = ()  # of the plan, not yet executed
         self._failures_in_a_row = 0
         self.num_cut_steps = 0
         self.num_failed_rows = 0
@@ -48,18 +49,18 @@ class StepExecutor:
         if self._added or self._finished or plan.step != self._next_step:
             gone = set(plan.finished)
             added = tuple(spec for spec in self._added if spec.seq_id not in gone) + plan.added
-            plan = StepPlan(self._next_step, plan.chunks, added, self._finished + plan.finished)
+            plan = StepPlan(self._next_step, plan.chunks, added, self._finished + plan.finished, plan.copies)
         try:
             result = self._runner.execute(plan)
         except Exception as error:
-            self._added, self._finished = plan.added, plan.finished
+            self._added, self._finished, self._copies = plan.added, plan.finished, plan.copies
             return self._execute_in_parts(plan.chunks, error)
         self._executed()
         return result
 
     def _executed(self) -> None:
         self._next_step += 1
-        self._added, self._finished = (), ()
+        self._added, self._finished, self._copies = (), (), ()
         self._failures_in_a_row = 0
 
     def _execute_in_parts(self, chunks: Sequence[Chunk], error: Exception) -> StepResult:
@@ -75,7 +76,9 @@ class StepExecutor:
             if not part:
                 continue
             try:
-                result = self._runner.execute(StepPlan(self._next_step, tuple(part), self._added, self._finished))
+                result = self._runner.execute(
+                    StepPlan(self._next_step, tuple(part), self._added, self._finished, self._copies)
+                )
             except Exception as again:
                 error = again
                 todo.extend(reversed(self._parts(part, again, errors)))

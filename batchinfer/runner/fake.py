@@ -3,11 +3,12 @@
 Responsible for: a `ModelRunner` that needs no torch and no weights, for tests, dry runs and measuring everything
 around a model. Not for: parsing `fake://` URLs (modelfiles.fake).
 
-Every token's slot of simulated KV memory holds the rolling hash of the prefix that ends there, and a chunk reads
-the hash before its start through its block table. The sampled token mixes in the slot at the end of one earlier
-block. So a wrong block table, a block shared before it was computed and a stale block all give wrong tokens, while
-chunk sizes, batches, pre-emption and cache hits must not change one. `expected_output` is the same function
-without blocks.
+Every token's slot of simulated KV memory holds the rolling hash of the prefix that ends there, in every KV group. A
+sequence that comes with other blocks than before is checked slot by slot: whatever its blocks hold before its chunk
+must be the hashes of its own tokens. Each chunk reads the slot before its start, and the slot at the end of one
+earlier block, which goes into the sampled token. So a wrong block table, a block shared before it was computed, a
+stale block and a copy from a wrong block raise EngineError, while chunk sizes, batches, pre-emption and cache hits
+must not change a token. `expected_output` is the same function without blocks.
 
 Parameters of a `fake://hash?...` or `fake://echo?...` URL (numbers):
 
@@ -33,7 +34,7 @@ from typing import Any
 from batchinfer.errors import ConfigError, EngineError, OutOfMemory
 from batchinfer.types.request import SamplingParams, TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
-from batchinfer.types.step import Chunk, KVGroup, SequenceSpec, StepPlan, StepResult
+from batchinfer.types.step import KVGroup, SequenceSpec, StepPlan, StepResult
 from batchinfer.types.streams import GOLDEN, mix64
 
 CRASH_EXIT_CODE = 13
@@ -64,7 +65,8 @@ _MODEL_KEYS = frozenset(
 class FakeRunner:
     """A ModelRunner. One KV group, unless `kv_groups` says otherwise; every group is written and read.
 
-    `num_steps` and `num_tokens` count what was executed. Steps must come without a gap, as in any runner.
+    `num_steps`, `num_tokens` and `num_copies` count what was executed. Steps must come without a gap, as in any
+    runner.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class FakeRunner:
         self.kv_groups = tuple(kv_groups)
         self.num_steps = 0
         self.num_tokens = 0
+        self.num_copies = 0
         self._echo = kind == "echo"
         self._eos = eos_token_id
         self._eos_below = int(eos_rate * _EOS_UNITS)
@@ -94,6 +97,7 @@ class FakeRunner:
         self._max_step_tokens = max_step_tokens
         self._kv = [[-1] * (g.num_blocks * g.block_size) for g in self.kv_groups]
         self._specs: dict[int, SequenceSpec] = {}
+        self._traces: dict[int, _Trace] = {}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, block_size: int = 16) -> FakeRunner:
@@ -119,11 +123,13 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.step != self.num_steps:
             raise EngineError(f"step {plan.step} was planned, but this runner is at step {self.num_steps}")
-        specs = self._specs
+        specs, traces = self._specs, self._traces
         for spec in plan.added:
             specs[spec.seq_id] = spec
+            traces[spec.seq_id] = _Trace(spec.prompt_token_ids, len(self._kv))
         for seq_id in plan.finished:
             specs.pop(seq_id, None)
+            traces.pop(seq_id, None)
         errors: dict[int, RowError] = {}
         if self._has_faults:
             self._fault(plan, errors)
@@ -137,32 +143,43 @@ class FakeRunner:
         token_ids: dict[int, tuple[int, ...]] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        kv, size = self._kv[0], self.kv_groups[0].block_size
-        one_group = len(self._kv) == 1
+        sizes = [group.block_size for group in self.kv_groups]
+        self._copy(plan)
         num_tokens = 0
         for chunk in plan.chunks:
             seq_id = chunk.seq_id
             if seq_id in errors:
                 continue
-            start, ids, table = chunk.start, chunk.token_ids, chunk.block_tables[0]
-            if start:
-                before = start - 1
-                state = kv[table[before // size] * size + before % size]
-            else:
-                state = _START
-            num_tokens += len(ids)
-            if len(ids) == 1:
-                state = (state * _FACTOR + ids[0]) & _MASK
-                kv[table[start // size] * size + start % size] = state
-            else:
-                states: list[int] = []
-                append = states.append
-                for token in ids:
-                    state = (state * _FACTOR + token) & _MASK
-                    append(state)
-                _write(kv, table, size, start, states)
+            start, ids = chunk.start, chunk.token_ids
             end = start + len(ids)
-            mixed = state if one_group else self._other_groups(chunk, state)
+            num_tokens += len(ids)
+            trace = traces[seq_id]
+            hashes = trace.hashes
+            if len(hashes) < start:
+                trace.extend(start)
+            state = hashes[start - 1] if start else _START
+            states: list[int] = []
+            for token in ids:
+                state = (state * _FACTOR + token) & _MASK
+                states.append(state)
+            for kv, size, table, known in zip(self._kv, sizes, chunk.block_tables, trace.tables, strict=True):
+                if start:
+                    if start != trace.end or table[: len(known)] != known:
+                        _check_prefix(seq_id, kv, size, table, hashes, start)
+                        known.clear()
+                    elif kv[table[(start - 1) // size] * size + (start - 1) % size] != hashes[start - 1]:
+                        raise _wrong_slot(seq_id, start - 1, table[(start - 1) // size])
+                else:
+                    known.clear()
+                num_known = len(known)
+                if num_known * size < end:
+                    known += table[num_known : -(-end // size)]
+                if len(ids) == 1:
+                    kv[table[start // size] * size + start % size] = state
+                else:
+                    _write(kv, table, size, start, states)
+            hashes[start:end] = states
+            trace.end = end
             spec = specs[seq_id]
             sampling = spec.sampling
             if sampling.prompt_logprobs is not None:
@@ -172,9 +189,16 @@ class FakeRunner:
                     for p in range(start + 1, min(end + 1, len(prompt)))
                 ]
             if chunk.num_logits:
-                earlier = end // size
-                if earlier:
-                    mixed ^= kv[table[state % earlier] * size + size - 1]
+                mixed = state
+                for group, (kv, size, table) in enumerate(zip(self._kv, sizes, chunk.block_tables, strict=True)):
+                    num_full = end // size
+                    if num_full:
+                        block = state % num_full
+                        found = kv[table[block] * size + size - 1]
+                        if found != hashes[block * size + size - 1]:
+                            raise _wrong_slot(seq_id, block * size + size - 1, table[block])
+                        if group == 0:
+                            mixed ^= found
                 token = self._sample(spec, mixed, end - len(spec.prompt_token_ids))
                 token_ids[seq_id] = (token,)
                 if sampling.logprobs is not None:
@@ -185,6 +209,7 @@ class FakeRunner:
 
     def close(self) -> None:
         self._specs.clear()
+        self._traces.clear()
 
     def _sample(self, spec: SequenceSpec, mixed: int, position: int) -> int:
         sampling = spec.sampling
@@ -206,28 +231,16 @@ class FakeRunner:
             return next(token for token in range(len(spec.stop_token_ids) + 1) if token not in spec.stop_token_ids)
         return _FIRST_TOKEN + choice % _NUM_TOKENS
 
-    def _other_groups(self, chunk: Chunk, state: int) -> int:
-        """Writes the chunk into the other groups too. Returns `state`, changed if a group disagrees with the first
-        on the prefix before the chunk or at the end of some earlier block."""
-        start, end = chunk.start, chunk.start + len(chunk.token_ids)
-        mixed = state
-        for group in range(1, len(self.kv_groups)):
-            size = self.kv_groups[group].block_size
-            own = self._read(group, chunk, start - 1) if start else _START
-            states = []
-            for token in chunk.token_ids:
-                own = (own * _FACTOR + token) & _MASK
-                states.append(own)
-            _write(self._kv[group], chunk.block_tables[group], size, start, states)
-            mixed ^= own ^ state
-            if end // size:
-                position = own % (end // size) * size + size - 1
-                mixed ^= self._read(group, chunk, position) ^ self._read(0, chunk, position)
-        return mixed
-
-    def _read(self, group: int, chunk: Chunk, position: int) -> int:
-        size = self.kv_groups[group].block_size
-        return self._kv[group][chunk.block_tables[group][position // size] * size + position % size]
+    def _copy(self, plan: StepPlan) -> None:
+        sources = {(copy.group, copy.source) for copy in plan.copies}
+        destinations = {(copy.group, copy.destination) for copy in plan.copies}
+        if sources & destinations or len(destinations) < len(plan.copies):
+            raise EngineError(f"step {plan.step}: copies of blocks depend on their order: {plan.copies}")
+        for copy in plan.copies:
+            kv, size = self._kv[copy.group], self.kv_groups[copy.group].block_size
+            first, to = copy.source * size, copy.destination * size
+            kv[to : to + size] = kv[first : first + size]
+        self.num_copies += len(plan.copies)
 
     def _fault(self, plan: StepPlan, errors: dict[int, RowError]) -> None:
         for chunk in plan.chunks:
@@ -240,6 +253,26 @@ class FakeRunner:
                 errors[chunk.seq_id] = RowError(
                     ErrorClass.NON_FINITE_LOGITS, f"fake: token {self._nan_token} was in the prompt"
                 )
+
+
+class _Trace:
+    """What a sequence's slots must hold. hashes[p] is the rolling hash of tokens 0 .. p, `end` where its last chunk
+    ended, `tables` the blocks that it had then, by group."""
+
+    __slots__ = ("end", "hashes", "prompt", "tables")
+
+    def __init__(self, prompt: Sequence[int], num_groups: int) -> None:
+        self.prompt = prompt
+        self.hashes: list[int] = []
+        self.end = 0
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+
+    def extend(self, stop: int) -> None:
+        """Hashes up to `stop`, of tokens that came from a cache: output has been run by this sequence before."""
+        state = self.hashes[-1] if self.hashes else _START
+        for token in self.prompt[len(self.hashes) : stop]:
+            state = (state * _FACTOR + token) & _MASK
+            self.hashes.append(state)
 
 
 def expected_output(
@@ -262,6 +295,21 @@ def expected_output(
         if tokens[-1] == runner._eos:
             break
     return tokens[len(prompt) :]
+
+
+def _check_prefix(seq_id: int, kv: list[int], size: int, table: Sequence[int], hashes: list[int], stop: int) -> None:
+    for start in range(0, stop, size):
+        end = min(start + size, stop)
+        first = table[start // size] * size
+        if kv[first : first + end - start] != hashes[start:end]:
+            wrong = next(p for p in range(start, end) if kv[first + p - start] != hashes[p])
+            raise _wrong_slot(seq_id, wrong, table[start // size])
+
+
+def _wrong_slot(seq_id: int, position: int, block: int) -> EngineError:
+    return EngineError(
+        f"fake: sequence {seq_id} attends to other tokens than its own at position {position}, in block {block}"
+    )
 
 
 def _write(kv: list[int], table: Sequence[int], size: int, start: int, states: list[int]) -> None:

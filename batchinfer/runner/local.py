@@ -18,6 +18,7 @@ from batchinfer.attention.context import LayerCache, PagedContext
 from batchinfer.errors import EngineError, OutOfMemory
 from batchinfer.models import CausalLM
 from batchinfer.runner.batch import make_step_batches
+from batchinfer.runner.block_copies import copy_blocks
 from batchinfer.runner.logprobs import token_logprobs
 from batchinfer.runner.sampler import Sampler, SampleRow, finite_rows
 from batchinfer.runner.sequence_state import SequenceState
@@ -106,6 +107,8 @@ class LocalRunner:
             self._states[spec.seq_id] = SequenceState(spec, len(self._kv_groups))
         if not plan.chunks:
             return StepResult({})
+        if plan.copies:
+            copy_blocks(self._layers, plan.copies)
         states = [self._states[chunk.seq_id] for chunk in plan.chunks]
         for state, chunk in zip(states, plan.chunks, strict=True):
             state.record(chunk)

@@ -1,12 +1,14 @@
 """The KV blocks of one group of layers: who uses them, which are free, which hold a prefix worth keeping.
 
-Responsible for: reference counts, the free list, eviction of unreferenced cached blocks (least recently used
-first). Not for: keys (`prefix_index`), nor when to allocate, publish or release (`scheduler`). Every block is in
-one of three states:
+Responsible for: reference counts, the free list, eviction of unreferenced cached blocks. Not for: keys
+(`prefix_index`), nor when to allocate, publish or release (`scheduler`). Every block is in one of three states:
 
     free    no reference, no key        taken first
     idle    no reference, has a key     can be matched, is evicted when no block is free
-    used    referenced by 1 or more sequences, with or without a key
+    used    referenced by 1 or more sequences or copies under way, with or without a key
+
+Idle blocks are evicted least recently used first, but those that somebody who waits will ask for (`wanted`) after
+all others: they are set apart when their turn comes, so that each costs one look.
 """
 
 from __future__ import annotations
@@ -15,69 +17,106 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from batchinfer.scheduling.prefix_index import PrefixChain, PrefixIndex
+from batchinfer.scheduling.wanted import Wanted
 from batchinfer.types.step import KVGroup
 
 
 class BlockManager:
     """Blocks 0 .. num_blocks-1 of one KV group."""
 
-    __slots__ = ("_free", "_idle", "_index", "_num_refs", "block_size", "caching", "num_blocks", "num_evictions")
+    __slots__ = (
+        "_free",
+        "_idle",
+        "_index",
+        "_kept",
+        "_num_refs",
+        "_wanted",
+        "block_size",
+        "caching",
+        "num_blocks",
+        "num_evictions",
+    )
 
-    def __init__(self, group: KVGroup, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, group: KVGroup, *, enable_prefix_caching: bool = True, wanted: Wanted | None = None) -> None:
         self.num_blocks = group.num_blocks
         self.block_size = group.block_size
         self.caching = enable_prefix_caching
         self.num_evictions = 0
         self._free = list(range(group.num_blocks - 1, -1, -1))  # a stack: block 0 is taken first
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # idle too, but wanted when their turn came
+        self._wanted = Wanted() if wanted is None else wanted
         self._num_refs = [0] * group.num_blocks
         self._index = PrefixIndex(group.num_blocks)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can give."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + len(self._kept)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that a prefix can be found in."""
+        """Full blocks that a prefix can be found in."""
         return len(self._index)
 
     def match(self, chain: PrefixChain, max_blocks: int) -> list[int]:
         """Blocks that hold the longest published prefix of the chain. Takes no reference: see `acquire`."""
         return self._index.match(chain, max_blocks)
 
+    def match_part(self, parent: int, tokens: tuple[int, ...]) -> tuple[int, int | None]:
+        """(leading tokens, the block that has most of them behind this parent), or (0, None): to be copied."""
+        return self._index.match_part(parent, tokens)
+
     def num_idle_among(self, blocks: Iterable[int]) -> int:
         """How many of these blocks stop being available once they are acquired."""
         num_refs = self._num_refs
         return sum(num_refs[block] == 0 for block in blocks)
+
+    def is_private(self, block: int) -> bool:
+        """Whether one sequence alone uses the block and nobody can find it."""
+        return self._num_refs[block] == 1 and not self._index.holds(block)
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Takes a reference to each of these published blocks."""
         num_refs = self._num_refs
         for block in blocks:
             if num_refs[block] == 0:
-                del self._idle[block]
+                if block in self._idle:
+                    del self._idle[block]
+                else:
+                    del self._kept[block]
             num_refs[block] += 1
 
     def allocate(self, count: int, table: list[int]) -> None:
         """Appends `count` blocks without a key to the table; the caller made sure that they are available."""
         free, num_refs = self._free, self._num_refs
         for _ in range(count):
-            if free:
-                block = free.pop()
-            else:
-                block = self._idle.popitem(last=False)[0]
-                self._index.drop(block)
-                self.num_evictions += 1
+            block = free.pop() if free else self._evict()
             num_refs[block] = 1
             table.append(block)
+
+    def _evict(self) -> int:
+        idle, index, wanted = self._idle, self._index, self._wanted
+        self.num_evictions += 1
+        while idle:
+            block = idle.popitem(last=False)[0]
+            if index.hash_of(block) not in wanted:
+                break
+            self._kept[block] = None
+        else:
+            block = self._kept.popitem(last=False)[0]
+        index.drop(block)
+        return block
 
     def publish(self, table: list[int], chain: PrefixChain, start: int, stop: int) -> None:
         """Makes blocks `start .. stop` of a sequence, all of whose tokens have been computed, available to others."""
         hashes, keys, publish = chain.hashes, chain.keys, self._index.publish
         for i in range(start, stop):
             publish(table[i], hashes[i], keys[i])
+
+    def publish_tail(self, block: int, parent: int, tokens: tuple[int, ...]) -> None:
+        """Makes the filled part of a block available for copying; its sequence may write behind it."""
+        self._index.publish_tail(block, (parent, tokens))
 
     def release(self, table: list[int]) -> None:
         """Gives a sequence's references back and empties its table. Later blocks are evicted before earlier
@@ -96,16 +135,19 @@ class BlockManager:
         table.clear()
 
     def check(self, tables: Iterable[list[int]] | None = None) -> None:
-        """Asserts the states above and, given the tables of all sequences, that reference counts are theirs."""
-        free, idle = set(self._free), set(self._idle)
+        """Asserts the states above and, given the tables of all sequences and the sources of copies under way, that
+        reference counts are theirs."""
+        free, idle = set(self._free), set(self._idle) | set(self._kept)
+        assert len(idle) == len(self._idle) + len(self._kept), "a block is idle twice"
         used = {block for block, count in enumerate(self._num_refs) if count > 0}
         assert min(self._num_refs, default=0) >= 0, "a reference count is negative"
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert not free & idle and not free & used and not idle & used, "a block is in two states"
         assert len(free) + len(idle) + len(used) == self.num_blocks, "a block is lost"
         assert all(self._index.holds(block) for block in idle), "an idle block has no key"
-        assert not any(self._index.holds(block) for block in free), "a free block has a key"
-        assert self.caching or not len(self._index), "a block is published though prefix caching is off"
+        holding = [block for block in range(self.num_blocks) if self._index.holds(block)]
+        assert not free.intersection(holding), "a free block has a key"
+        assert self.caching or not holding, "a block is published though prefix caching is off"
         self._index.check()
         if tables is not None:
             counts = Counter(block for table in tables for block in table)

@@ -32,7 +32,27 @@ def check_blocks(
         for table, manager in zip(seq.block_tables, managers, strict=True):
             assert len(set(table)) == len(table), f"{seq} has a block twice"
             assert len(table) <= -(-num_tokens // manager.block_size), f"{seq} has blocks to spare"
+        check_copies(seq, managers)
     for seq in waiting:
-        assert not any(seq.block_tables), f"{seq} owns blocks"
+        assert not any(seq.block_tables) and not seq.copies, f"{seq} owns blocks"
     for group, manager in enumerate(managers):
-        manager.check([seq.block_tables[group] for seq in running])
+        sources = [copy.source for seq in running for copy in seq.copies if copy.group == group]
+        manager.check([*(seq.block_tables[group] for seq in running), sources])
+
+
+def check_copies(seq: Sequence, managers: SequenceOf[BlockManager]) -> None:
+    """A copy goes into the sequence's own block in which its computed prefix ends, in each group where it ends inside
+    one."""
+    if not seq.copies:
+        return
+    assert seq.status is Status.PREFILLING, f"{seq} has copies left"
+    copied = {copy.group: copy for copy in seq.copies}
+    for group, manager in enumerate(managers):
+        place, offset = divmod(seq.num_computed, manager.block_size)
+        copy = copied.pop(group, None)
+        assert (copy is not None) == (offset > 0), f"{seq}: a copy too many or too few in group {group}"
+        if copy is not None:
+            assert copy.destination == seq.block_tables[group][place], f"{seq}: a copy into another block"
+            assert copy.source not in seq.block_tables[group], f"{seq}: a copy from its own block"
+            assert manager.is_private(copy.destination), f"{seq}: a copy into a block that others can see"
+    assert not copied, f"{seq}: copies in groups that are not there"

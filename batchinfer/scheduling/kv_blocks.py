@@ -1,32 +1,50 @@
 """The blocks of a sequence in all KV groups at once.
 
 Responsible for: keeping the groups in step (a prefix counts as far as every group has it, an allocation succeeds in
-all groups or in none), and a sequence's own counters of slots and published blocks. Not for: one group's blocks
-(`block_manager`), nor who gets blocks and who gives them back (`scheduler`). A group's window is not made use of:
-blocks that have left it are kept until the sequence ends, which costs memory and makes prefix hits simple.
+all groups or in none), what is copied where a prefix ends inside a block, and a sequence's own counters of slots and
+published blocks. Not for: one group's blocks (`block_manager`), nor who gets blocks and who gives them back
+(`scheduler`). A group's window is not made use of: blocks that have left it are kept until the sequence ends, which
+costs memory and makes prefix hits simple.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from math import lcm
+from typing import NamedTuple
 
 from batchinfer.scheduling.block_manager import BlockManager
-from batchinfer.scheduling.prefix_index import PrefixChain
+from batchinfer.scheduling.prefix_index import ROOT_HASH, PrefixChain
 from batchinfer.scheduling.sequence import NEVER, Sequence
-from batchinfer.types.step import KVGroup
+from batchinfer.scheduling.wanted import Wanted
+from batchinfer.types.step import BlockCopy, KVGroup
+
+
+class PrefixMatch(NamedTuple):
+    """A computed prefix: num_tokens, which every group has. For each group the full blocks, and the block whose
+    leading slots hold the tokens behind them, if there is one; both may reach further than num_tokens."""
+
+    num_tokens: int
+    blocks: tuple[list[int], ...]
+    parts: tuple[int | None, ...]
+
+
+NO_MATCH = PrefixMatch(0, (), ())
 
 
 class KVBlocks:
     """One block manager for each group; `sizes` are their block sizes."""
 
-    __slots__ = ("_caching", "_match_unit", "_reserves", "managers", "sizes")
+    __slots__ = ("_caching", "_match_unit", "_reserves", "managers", "sizes", "wanted")
 
     def __init__(self, groups: SequenceOf[KVGroup], *, enable_prefix_caching: bool) -> None:
-        self.managers = tuple(BlockManager(g, enable_prefix_caching=enable_prefix_caching) for g in groups)
+        self.wanted = Wanted()
+        self.managers = tuple(
+            BlockManager(g, enable_prefix_caching=enable_prefix_caching, wanted=self.wanted) for g in groups
+        )
         self.sizes = tuple(m.block_size for m in self.managers)
         self._caching = enable_prefix_caching
-        self._match_unit = lcm(*self.sizes)  # a matched prefix ends at a block's edge in every group
+        self._match_unit = lcm(*self.sizes)  # a prefix of such a length ends at a block's edge in every group
         self._reserves = tuple(m.num_blocks // 100 for m in self.managers)
 
     def register(self, seq: Sequence) -> None:
@@ -42,6 +60,14 @@ class KVBlocks:
                 chains = {size: PrefixChain(size) for size in sizes}
                 seq.chains = tuple(chains[size] for size in sizes)
 
+    def note_wanted(self, seq: Sequence) -> None:
+        """The sequence waits: blocks of its prefix had better stay."""
+        tokens = seq.token_ids
+        for chain in seq.chains:
+            chain.extend(tokens, len(tokens) // chain.block_size)
+            if seq.reads_cache:
+                self.wanted.note(seq, chain.hashes)
+
     def never_fits(self, seq: Sequence) -> str | None:
         """Why the known tokens can't be held even by an empty engine; None if they can."""
         num_tokens = len(seq.token_ids)
@@ -54,47 +80,89 @@ class KVBlocks:
                 )
         return None
 
-    def match(self, seq: Sequence) -> tuple[int, int]:
-        """(tokens of the prefix that every group has, most tokens that it may have). The last token always runs."""
-        tokens, unit = seq.token_ids, self._match_unit
-        num_tokens = len(tokens)
-        for chain in seq.chains:
-            chain.extend(tokens, num_tokens // chain.block_size)
+    def match(self, seq: Sequence) -> PrefixMatch:
+        """The longest computed prefix, token by token. The last token always runs. Holds until blocks are taken."""
         if not seq.reads_cache:
-            return 0, 0
-        matched = limit = (num_tokens - 1) // unit * unit
+            return NO_MATCH
+        tokens = seq.token_ids
+        limit = len(tokens) - 1
+        found: list[list[int]] = []
+        parts: list[int | None] = []
         for manager, size, chain in zip(self.managers, self.sizes, seq.chains, strict=True):
-            matched = len(manager.match(chain, matched // size)) * size // unit * unit
-            if not matched:
-                break
-        return matched, limit
+            blocks = manager.match(chain, limit // size)
+            reach = len(blocks) * size
+            part = None
+            if reach < limit:
+                parent = chain.hashes[len(blocks) - 1] if blocks else ROOT_HASH
+                count, part = manager.match_part(parent, tuple(tokens[reach : min(reach + size, limit)]))
+                reach += count
+            if not reach:
+                return NO_MATCH
+            found.append(blocks)
+            parts.append(part)
+            limit = reach
+        return PrefixMatch(limit, tuple(found), tuple(parts))
 
-    def allocate(self, seq: Sequence, matched: int, *, keep_reserve: bool) -> bool:
-        """Blocks for all known tokens, the first `matched` of which are cached. False, and nothing done, if there
-        are too few. With `keep_reserve`, some are left to those who are decoding, lest they throw `seq` out again."""
+    def allocate(self, seq: Sequence, match: PrefixMatch, *, keep_reserve: bool) -> bool:
+        """Blocks for all known tokens, those of the matched prefix among them; `seq.copies` where it ends inside a
+        block. False, and nothing done, if there are too few. With `keep_reserve`, some are left to those who are
+        decoding, lest they throw `seq` out again."""
+        matched = match.num_tokens
+        if self._allocate(seq, match, matched, keep_reserve):
+            return True
+        # A copy holds its source too: a sequence that just fits must not wait for ever for that block more.
+        whole = matched // self._match_unit * self._match_unit
+        return whole < matched and self._allocate(seq, match, whole, keep_reserve)
+
+    def _allocate(self, seq: Sequence, match: PrefixMatch, matched: int, keep_reserve: bool) -> bool:
         num_tokens = len(seq.token_ids)
-        prefixes: list[list[int]] = []
+        taken: list[list[int]] = []
+        sources: list[list[int]] = []
         counts: list[int] = []
         for group, manager in enumerate(self.managers):
             size = manager.block_size
-            prefix = manager.match(seq.chains[group], matched // size) if matched else []
+            prefix: list[int] = []
+            source: list[int] = []
+            if matched:
+                full, part = match.blocks[group], match.parts[group]
+                num_whole = matched // size
+                prefix = full[:num_whole]
+                if matched % size:
+                    source = full[num_whole : num_whole + 1]
+                    if not source:
+                        assert part is not None
+                        source = [part]
             count = -(-num_tokens // size) - len(prefix)
-            available = manager.num_available - manager.num_idle_among(prefix)
+            available = manager.num_available - manager.num_idle_among(prefix) - manager.num_idle_among(source)
             if count > available - (self._reserves[group] if keep_reserve else 0):
                 return False
-            prefixes.append(prefix)
+            taken.append(prefix)
+            sources.append(source)
             counts.append(count)
-        for manager, table, prefix, count in zip(self.managers, seq.block_tables, prefixes, counts, strict=True):
+        copies: list[BlockCopy] = []
+        for group, manager in enumerate(self.managers):
+            prefix, source, table = taken[group], sources[group], seq.block_tables[group]
             if prefix:
                 manager.acquire(prefix)
                 table.extend(prefix)
-            manager.allocate(count, table)
+            if source:
+                manager.acquire(source)  # until the copy is done: nobody may write to it before
+            manager.allocate(counts[group], table)
+            if source:
+                copies.append(BlockCopy(group, source[0], table[len(prefix)]))
+        seq.copies = tuple(copies)
         seq.num_computed = matched
         self._update_slots(seq)
         if self._caching:
-            seq.num_published = [len(prefix) for prefix in prefixes]
+            seq.num_published = [len(prefix) for prefix in taken]
             self._set_publish_at(seq)
         return True
+
+    def copied(self, seq: Sequence) -> None:
+        """The sequence's copies are done, or not needed any more: their sources are let go."""
+        for copy in seq.copies:
+            self.managers[copy.group].release([copy.source])
+        seq.copies = ()
 
     def grow(self, seq: Sequence) -> bool:
         """A block more in each group whose blocks the known tokens outgrow. False if some group has none left; what
@@ -121,8 +189,19 @@ class KVBlocks:
         self._set_publish_at(seq)
         return before
 
+    def publish_tail(self, seq: Sequence) -> None:
+        """Makes the last block findable as far as it is filled."""
+        tokens, computed = seq.token_ids, seq.num_computed
+        for manager, size, chain, table in zip(self.managers, self.sizes, seq.chains, seq.block_tables, strict=True):
+            full = computed // size
+            if full * size < computed:
+                parent = chain.hashes[full - 1] if full else ROOT_HASH
+                manager.publish_tail(table[full], parent, tuple(tokens[full * size : computed]))
+
     def release(self, seq: Sequence) -> None:
         """Gives all blocks back: nothing of the sequence counts as computed any more."""
+        if seq.copies:
+            self.copied(seq)
         for manager, table in zip(self.managers, seq.block_tables, strict=True):
             manager.release(table)
         seq.num_published = []

@@ -9,6 +9,11 @@ rest of prompts under way; then new sequences in the order in which they were gi
 all blocks for its known tokens are there, so that only decoding can run out of blocks; then the youngest sequence
 gives its blocks back and will be recomputed (with the prefix cache's help). The oldest always goes on, therefore
 no order of arrivals deadlocks; a sequence that does not fit though it is alone ends with an error of its own.
+
+A new sequence begins behind the longest prefix that has been computed, token by token: whole blocks are shared, and
+where the prefix ends inside a block, the block that has most of it is copied (`StepPlan.copies`). One whose prefix a
+running sequence is about to compute further waits for that (`holdback`) while others run in its place: for a block or
+more always; for less only if others fill the step, or if those who wait save more together than a step costs.
 """
 
 from __future__ import annotations
@@ -22,13 +27,17 @@ from batchinfer.errors import ConfigError
 from batchinfer.scheduling.block_manager import BlockManager
 from batchinfer.scheduling.holdback import Holdback
 from batchinfer.scheduling.invariants import check_blocks, check_queues
-from batchinfer.scheduling.kv_blocks import KVBlocks
+from batchinfer.scheduling.kv_blocks import NO_MATCH, KVBlocks, PrefixMatch
 from batchinfer.scheduling.sequence import Sequence, Status
 from batchinfer.types.rows import ErrorClass, RowError
-from batchinfer.types.step import Chunk, KVGroup, SequenceSpec, StepPlan, StepResult
+from batchinfer.types.step import BlockCopy, Chunk, KVGroup, SequenceSpec, StepPlan, StepResult
 
 MAX_EXAMINED_PER_STEP = 512
 """How far a step looks past sequences that are held back; what it does not reach, the next step does."""
+
+MIN_TOKENS_FOR_A_STEP = 64
+"""Tokens that must be saved by leaving a step emptier than it could be: about what reading the weights for one more
+step costs, in tokens computed."""
 
 _arrival = attrgetter("arrival")
 
@@ -82,9 +91,13 @@ class Scheduler:
         self._done: list[Sequence] = []
 
         self.num_preemptions = 0
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_computed_tokens = 0  # run through the model, of prompts and of outputs
         self.num_generated_tokens = 0
+        # Of sequences that have begun, each counted once. What is not cached was computed.
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_copied_tokens = 0  # cached, but copied from the middle of a block of the first group
+        self.num_recomputed_tokens = 0  # lost to pre-emption and not found again in the cache
 
     # ---------------------------------------------------------------- between steps
 
@@ -97,6 +110,7 @@ class Scheduler:
         self._blocks.register(seq)
         self._seqs[seq.seq_id] = seq
         self._waiting.append(seq)
+        self._blocks.note_wanted(seq)
 
     def abort(self, seq_id: int) -> Sequence | None:
         """Takes a sequence out; None where it is gone already. It is not among those that `commit` hands back."""
@@ -167,7 +181,11 @@ class Scheduler:
         self._scheduled = scheduled
         if not chunks:
             return None
-        return StepPlan(self._step, tuple(chunks), tuple(self._specs), tuple(self._finished_ids))
+        copies: tuple[BlockCopy, ...] = ()
+        if len(chunks) > self._num_decodes:
+            # Told with the sequence's chunk, not before: whose chunk is executed has its copy, whatever else fails.
+            copies = tuple(copy for seq in scheduled[self._num_decodes :] for copy in seq.copies)
+        return StepPlan(self._step, tuple(chunks), tuple(self._specs), tuple(self._finished_ids), copies)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Takes in the step's tokens; returns the sequences that ended, also those that `schedule` gave up."""
@@ -242,40 +260,80 @@ class Scheduler:
         return length
 
     def _admit(self, budget: int, chunks: list[Chunk], scheduled: list[Sequence]) -> None:
-        waiting = self._waiting
+        waiting, blocks, holdback = self._waiting, self._blocks, self._holdback
+        block_size = blocks.sizes[0]
+        deferred: list[Sequence] = []  # would save less than a block by waiting a step
+        gains: list[int] = []
+        lacks_blocks = False
         examined = 0
-        while budget > 0 and waiting and self.num_running < self.max_num_seqs:
-            if examined == MAX_EXAMINED_PER_STEP:
-                return
+        while budget > 0 and waiting and self.num_running < self.max_num_seqs and examined < MAX_EXAMINED_PER_STEP:
             seq = waiting[0]
-            never = self._blocks.never_fits(seq)
+            never = blocks.never_fits(seq)
             if never is not None:
                 waiting.popleft()
                 self._fail(seq, never)
                 continue
-            matched = 0
-            if self.enable_prefix_caching:
-                matched, limit = self._blocks.match(seq)
-                if matched < limit and self._holdback:
-                    size = self._blocks.sizes[0]
-                    if self._holdback.hold(seq, seq.chains[0].hashes, matched // size, limit // size):
+            match = NO_MATCH
+            if self.enable_prefix_caching and seq.reads_cache:
+                match = blocks.match(seq)
+                if holdback:
+                    reach = holdback.reach(seq, match.num_tokens)
+                    gain = reach - match.num_tokens
+                    if gain:
                         waiting.popleft()
                         examined += 1
+                        if gain >= block_size:
+                            holdback.hold(seq, reach)
+                        else:
+                            deferred.append(seq)
+                            gains.append(gain)
                         continue
-            if len(seq.token_ids) - matched > budget and not self.enable_chunked_prefill:
-                return
-            if not self._blocks.allocate(seq, matched, keep_reserve=self.num_running > 0):
-                return
+            if not self._begin(seq, match, budget):
+                lacks_blocks = True
+                break
             waiting.popleft()
-            self._start(seq)
             budget -= self._take_prefill(seq, budget, chunks, scheduled)
+        if deferred:
+            num_left = self.max_num_seqs - self.num_running
+            if budget > 0 and not lacks_blocks and sum(gains[:num_left]) < MIN_TOKENS_FOR_A_STEP:
+                self._admit_deferred(deferred, budget, chunks, scheduled)
+            waiting.extendleft(reversed(deferred))
+
+    def _admit_deferred(
+        self, deferred: list[Sequence], budget: int, chunks: list[Chunk], scheduled: list[Sequence]
+    ) -> None:
+        """The step has room left: those begin now that would have waited for little. Takes them out of the list."""
+        num_begun = 0
+        for seq in deferred:
+            if budget == 0 or self.num_running == self.max_num_seqs:
+                break
+            # Matched again: what was found for it may have been evicted for others since.
+            if not self._begin(seq, self._blocks.match(seq), budget):
+                break
+            budget -= self._take_prefill(seq, budget, chunks, scheduled)
+            num_begun += 1
+        del deferred[:num_begun]
+
+    def _begin(self, seq: Sequence, match: PrefixMatch, budget: int) -> bool:
+        """Gives a waiting sequence its blocks. False if the step or the pool has no room for it."""
+        if len(seq.token_ids) - match.num_tokens > budget and not self.enable_chunked_prefill:
+            return False
+        if not self._blocks.allocate(seq, match, keep_reserve=self.num_running > 0):
+            return False
+        self._start(seq)
+        return True
 
     def _start(self, seq: Sequence) -> None:
         """Counts and tells of a sequence that has its blocks."""
         matched = seq.num_computed
-        if seq.num_cached_tokens < 0:
+        if seq.num_cached_tokens >= 0:
+            self.num_recomputed_tokens -= matched
+        else:
             seq.num_cached_tokens = matched
+            self.num_prompt_tokens += seq.num_prompt_tokens
             self.num_cached_tokens += matched
+            if seq.copies:
+                self.num_copied_tokens += matched % self._blocks.sizes[0]
             self._specs.append(
                 SequenceSpec(
                     seq_id=seq.seq_id,
@@ -286,7 +344,7 @@ class Scheduler:
                 )
             )
         if self.enable_prefix_caching:
-            self._holdback.begin(seq, seq.chains[0].hashes[seq.num_published[0] :])
+            self._holdback.begin(seq)
         seq.status = Status.PREFILLING
         _insert(self._prefilling, seq)
 
@@ -317,8 +375,10 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self._remove_from_queues(seq)
+        self.num_recomputed_tokens += seq.num_computed
         self._release(seq)
         seq.status = Status.WAITING
+        self._blocks.note_wanted(seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.appendleft(seq)
@@ -340,9 +400,14 @@ class Scheduler:
             length = len(chunk.token_ids)
             self.num_computed_tokens += length
             seq.num_computed += length
+            if seq.copies:
+                self._blocks.copied(seq)
             if seq.num_computed >= seq.publish_at:
                 self._publish(seq)
             if chunk.num_logits:
+                if self.enable_prefix_caching:
+                    self._holdback.end_tail(seq)
+                    self._blocks.publish_tail(seq)
                 self.num_generated_tokens += 1
                 seq.status = Status.DECODING
                 _insert(self._decoding, seq)
@@ -386,14 +451,15 @@ class Scheduler:
 
     def _end_holdback(self, seq: Sequence, start: int, stop: int) -> None:
         """These blocks are published, or given up: whoever waits for one of them is looked at again."""
-        released = self._holdback.end(seq, seq.chains[0].hashes[start:stop])
+        released = self._holdback.end(seq, start, stop)
         if released:
             self._waiting.extendleft(reversed(released))
 
     def _release(self, seq: Sequence) -> None:
         """Gives all blocks back."""
-        if seq.num_published and self._holdback:
-            self._end_holdback(seq, seq.num_published[0], len(seq.chains[0].hashes))
+        if seq.num_published and seq.status is Status.PREFILLING:
+            self._holdback.end_tail(seq)
+            self._end_holdback(seq, seq.num_published[0], len(seq.chains[0].keys))
         self._blocks.release(seq)
 
     def _retire(self, seq: Sequence) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from batchinfer.scheduling.prefix_index import PrefixChain
 from batchinfer.types.request import FinishReason, SamplingParams, TokenLogprobs
 from batchinfer.types.rows import RowError
+from batchinfer.types.step import BlockCopy
 
 NEVER = sys.maxsize
 """A position that no sequence reaches."""
@@ -37,6 +38,7 @@ class Sequence:
     reads_cache        False where every prompt position must run, as for prompt logprobs
     num_computed       tokens whose KV is in its blocks:  0 <= num_computed < len(token_ids)
     num_slots          token slots of its blocks (of the group that has fewest)
+    copies             blocks to be copied before its next chunk; their sources are held until that step is committed
     publish_at         value of num_computed at which a block of some group becomes full; NEVER without a cache
     owner              whatever the engine keeps with it
     """
@@ -45,6 +47,7 @@ class Sequence:
         "arrival",
         "block_tables",
         "chains",
+        "copies",
         "eos_ids",
         "error",
         "finish_reason",
@@ -104,6 +107,7 @@ class Sequence:
         self.publish_at = NEVER
         self.block_tables: tuple[list[int], ...] = ()
         self.chains: tuple[PrefixChain, ...] = ()
+        self.copies: tuple[BlockCopy, ...] = ()
         self.num_published: list[int] = []
         self.num_cached_tokens = -1  # set when it is first admitted
         self.num_preemptions = 0

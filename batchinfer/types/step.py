@@ -59,8 +59,24 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block of one KV group to be copied into another before a step's chunks run.
+
+    So a prefix that ends inside a block is shared: the chunk that starts there attends to the copied slots before
+    its start and writes those after it. What the source holds in later slots is of no meaning.
+    """
+
+    group: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. `step` counts from 0 without a gap; `finished` frees what a runner keeps of those sequences.
+
+    `copies` come before anything is written. No block is the source of one and the destination of another, and no
+    destination comes twice. Copying again is harmless as long as none of the step's chunks has been executed.
 
     A step whose execution raised did not happen: the next plan has its number, and tells again what it added and
     finished. So `added` may name a sequence that a runner has heard of, and `finished` one that it has not.
@@ -70,6 +86,7 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     added: tuple[SequenceSpec, ...] = ()
     finished: tuple[int, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
