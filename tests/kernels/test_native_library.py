@@ -178,6 +178,7 @@ def test_a_failure_is_logged_once_and_remembered(
 
     monkeypatch.setattr(library, "_loaded", None)
     monkeypatch.setattr(library, "open_library", fail)
+    caplog.set_level("INFO")
     assert library.available() == library.available() == "for a reason"
     assert [r.getMessage() for r in caplog.records] == ["native kernels are not used: for a reason"]
     with pytest.raises(NativeUnavailable, match="for a reason"):

@@ -32,6 +32,25 @@ def test_instruction_level_from_cpu_flags(
     assert determinism.instruction_level(info) == "aarch64"
 
 
+@pytest.mark.parametrize(
+    ("more", "level"),
+    [
+        ("", "avx512"),
+        ("avx512_bf16", "avx512"),
+        ("avx512_vnni", "avx512_vnni"),
+        ("avx512_vnni avx512_bf16", "avx512_bf16"),
+        ("avx512_vnni avx512_bf16 amx_bf16", "amx"),
+    ],
+)
+def test_product_level_from_cpu_flags(more: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"flags\t\t: avx2 fma avx512f avx512bw avx512cd avx512dq avx512vl {more}\n")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert determinism.product_level(info) == level
+    info.write_text(f"flags\t\t: avx2 fma {more}\n")
+    assert determinism.product_level(info) == "avx2"
+
+
 def test_prepare_imports_no_torch_and_keeps_the_users_mode() -> None:
     code = (
         "import sys; from batchinfer_kernels.determinism import prepare; import os; p = prepare();"

@@ -32,6 +32,7 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-std=c11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-Wall")
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 COMPILERS = ("cc", "gcc", "clang")
+FILE_PATTERN = "native-*.so"
 COMPILE_TIMEOUT_S = 120
 _DIGEST_BYTES = 32
 
@@ -45,7 +46,10 @@ class NativeUnavailable(RuntimeError):
 
 
 def load() -> ctypes.CDLL:
-    """The library, compiled first if it isn't in the cache. Raises NativeUnavailable; a failure is remembered."""
+    """The library, compiled first if it isn't in the cache. Raises NativeUnavailable; a failure is remembered.
+
+    What that means for a model is for the caller to say.
+    """
     global _loaded
     with _lock:
         if _loaded is None:
@@ -53,7 +57,7 @@ def load() -> ctypes.CDLL:
                 _loaded = open_library()
             except NativeUnavailable as error:
                 _loaded = str(error)
-                _log.warning("native kernels are not used: %s", error)
+                _log.info("native kernels are not used: %s", error)
     if isinstance(_loaded, str):
         raise NativeUnavailable(_loaded)
     return _loaded
@@ -73,7 +77,7 @@ def open_library(sources: Path = SOURCES, cache: Path | None = None) -> ctypes.C
     features = check_machine()
     recipe = Recipe.of(sources, features)
     folder = cache_folder() if cache is None else cache
-    path = folder / f"native-{recipe.key}.so"
+    path = folder / FILE_PATTERN.replace("*", recipe.key)
     if _is_whole(path):
         return _open(path)
     with tempfile.TemporaryDirectory(prefix="batchinfer-native-") as temporary:
@@ -154,7 +158,7 @@ class Recipe:
             try:
                 built = self._build_with(compiler, folder)
             except (OSError, subprocess.SubprocessError) as error:
-                said.append(f"{compiler}: {_complaint(error)}")
+                said.append(f"{compiler}: {complaint(error)}")
             else:
                 _log.info("native kernels compiled by %s in %.1f s", compiler, time.monotonic() - begin)
                 return built
@@ -215,7 +219,7 @@ def _run_all(commands: Sequence[list[str]]) -> None:
                 process.communicate()
 
 
-def _complaint(error: Exception) -> str:
+def complaint(error: Exception) -> str:
     """What to say of a failed command, in one line."""
     output = error.output if isinstance(error, subprocess.CalledProcessError) else ""
     lines = [line.strip() for line in (output or "").splitlines() if line.strip()]
