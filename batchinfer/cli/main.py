@@ -7,11 +7,13 @@ something about is one message; what is unexpected leaves its traceback in a fil
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -51,19 +53,26 @@ def cli() -> None:
 @click.option("--dry-run", is_flag=True, help="Check everything and show what would be run; write nothing.")
 def submit(job: str, overrides: tuple[str, ...], fresh: bool, extend: bool, dry_run: bool) -> int:
     """Run a job in the foreground, or go on with it: the same command resumes."""
-    from batchinfer.job.spec import JobSpec
-
-    spec = JobSpec.from_yaml(job, overrides=overrides)
     if dry_run:
         from batchinfer.cli.plan_command import show_plan
+        from batchinfer.job.spec import JobSpec
 
+        spec = JobSpec.from_yaml(job, overrides=overrides)
         return show_plan(spec, read_rows=False, extend=extend, ignore_existing=fresh)
-    from batchinfer.cluster.warm import local_workers
+    from batchinfer.cluster.phases import phases
+    from batchinfer.cluster.warm import early_worker, fit
 
-    with local_workers(spec) as workers:  # they load their libraries while this process does
-        from batchinfer.cli.display import ProgressDisplay
-        from batchinfer.cli.texts import result_text
-        from batchinfer.cluster.submit import run_job
+    with early_worker(job, overrides) as workers:  # it loads its libraries while this process does
+        phases.add("started", workers.began, time.process_time())
+        with phases.span("reads the job file"):
+            from batchinfer.job.spec import JobSpec
+
+            spec = JobSpec.from_yaml(job, overrides=overrides)
+        fit(workers, spec)
+        with phases.span("imports the driver"):
+            from batchinfer.cli.display import ProgressDisplay
+            from batchinfer.cli.texts import result_text
+            from batchinfer.cluster.submit import run_job
 
         with ProgressDisplay() as display:
             result = run_job(spec, workers, fresh=fresh, extend=extend, listener=display.listener())
@@ -184,6 +193,7 @@ def _look_for(job: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     _open_standard_files()
+    gc.set_threshold(50_000, 20, 50)  # most of what there is are modules: looking at them often only takes time
     signal.signal(signal.SIGTERM, _terminated)  # a run has a better way, once there is something to stop in order
     code = _run(arguments)
     with contextlib.suppress(OSError, ValueError):  # the reader of our output may have left

@@ -10,6 +10,7 @@ from batchinfer.types.rows import ErrorClass
 
 if TYPE_CHECKING:
     from batchinfer.cluster.submit import JobResult
+    from batchinfer.job.report import JobReport
     from batchinfer.job.status import JobStatus
     from batchinfer.job.verify import VerifyReport
     from batchinfer.modelfiles import ModelFiles
@@ -69,15 +70,15 @@ def result_text(result: JobResult) -> str:
     rows: list[tuple[str, object]] = [("rows", number(report.rows_done))]
     if report.rows_failed:
         rows.append(("error rows", f"{number(report.rows_failed)} ({failed_text(report.failed)})"))
-    shared = f" ({100 * report.cached_tokens / report.prompt_tokens:.0f} % shared)" if report.cached_tokens else ""
     rows += [
-        ("tokens in", number(report.prompt_tokens) + shared),
+        ("tokens in", number(report.prompt_tokens) + sharing_text(report)),
         ("tokens out", number(report.completion_tokens)),
     ]
     if not result.already_finished:
         seconds = max(result.elapsed_s, 1e-9)
         speed = f"{rate(result.rows_run / seconds)} rows/s" if result.rows_run else ""
-        rows.append(("time", f"{duration(seconds)}{', ' + speed if speed else ''}"))
+        start = "" if result.first_token_s is None else f", {result.first_token_s:.1f} s to the first token"
+        rows.append(("time", f"{duration(seconds)}{', ' + speed if speed else ''}{start}"))
     rows.append(("output", f"{result.output} ({count(report.parts_done, 'file')}, {num_bytes(report.num_bytes)})"))
     text = f"{head}\n{table(rows)}"
     if report.rows_failed:
@@ -87,6 +88,18 @@ def result_text(result: JobResult) -> str:
     for note in result.notes:
         text += f"\nNote: {note}"
     return text
+
+
+def sharing_text(counts: JobReport | JobStatus) -> str:
+    """Of the prompt tokens, how many were shared, and how many of those that could be."""
+    if not counts.cached_tokens and not counts.shareable_tokens:
+        return ""
+    computed = counts.prompt_tokens - counts.cached_tokens
+    text = f" ({number(computed)} computed, {number(counts.cached_tokens)} shared"
+    if counts.shareable_tokens:
+        share = 100 * counts.cached_tokens / counts.shareable_tokens
+        text += f": {share:.1f} % of the {number(counts.shareable_tokens)} that can be"
+    return text + ")"
 
 
 def status_text(status: JobStatus) -> str:
@@ -102,6 +115,10 @@ def status_text(status: JobStatus) -> str:
     rows += [
         ("tokens", f"{number(status.prompt_tokens)} in, {number(status.completion_tokens)} out"),
     ]
+    if status.cached_tokens:
+        rows.append(("shared", sharing_text(status).strip(" ()")))
+    if status.first_token_s is not None:
+        rows.append(("start", f"{status.first_token_s:.1f} s to the first token"))
     if status.state in ("planning", "running"):
         rows.append(("workers", status.workers))
         rows.append(

@@ -6,6 +6,7 @@ engines. Everything arrives in one queue, so that the state machine is fed by on
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import time
@@ -17,17 +18,22 @@ from batchinfer.cluster import tasks
 from batchinfer.cluster.engine_plugin import TOPIC
 from batchinfer.cluster.lifecycle import in_thread
 from batchinfer.cluster.outbox import Message, Outbox
+from batchinfer.cluster.phases import phases
 from batchinfer.cluster.progress import Progress, ProgressMeter
-from batchinfer.cluster.resume import load_usable_window
+from batchinfer.cluster.resume import Committed, load_usable_window
+from batchinfer.cluster.timings import RunTimings
 from batchinfer.errors import BatchinferError, ConfigError
 from batchinfer.job import events as ev
 from batchinfer.job.events import Event, Instruction, Tally
 from batchinfer.job.ledger import ChunkSummary, WindowPlan
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.state import JobState
+from batchinfer.job.windows import Window
 
 _log = logging.getLogger("batchinfer.cluster")
 TICK_EVERY_S = 0.25
+PLANNED_HERE_ROWS = 2_048
+PLANNED_HERE_CHUNKS = 8
 MAX_NOTES = 50
 LOADING_IS_SLOWER = 3  # times as long may an engine be silent before it is ready: models lie on slow disks
 MISSED_TICKS_S = 10.0  # then this process itself was stopped for a while, and can't say who was silent
@@ -64,28 +70,30 @@ class Coordinator:
         run: str,
         epoch: int,
         state: JobState,
-        client: Any,
         workers: Workers,
-        base: Tally,
-        parts_done: int,
+        committed: Committed,
         names: list[str],
         on_progress: Callable[[Progress], None],
         lost_lock: Callable[[], bool],
+        timings: RunTimings,
+        first_window: Window,
     ) -> None:
-        """`base`, `parts_done`: outcomes in parts that are out already, and how many those are."""
+        """`committed`: the parts that are out already. `first_window`: the first that is not done; a small one is
+        planned in this process, which has all that this takes open, while workers are still starting."""
         self.job = job
         self.run_path = run
         self.epoch = epoch
         self.state = state
-        self.client = client
+        self.client: Any = None
         self.workers = workers
         self.on_progress = on_progress
         self.lost_lock = lost_lock
+        self.timings = timings
         self.inbox: queue.SimpleQueue[Event | _News | _TaskDone] = queue.SimpleQueue()
         self.end: ev.EndJob | None = None
         self.notes: list[str] = []
-        self._parts_done = parts_done
-        self._outbox = Outbox(client, self._undelivered)
+        self._parts_done = len(committed.chunks)
+        self._shareable_tokens = committed.shareable_tokens
         self._addresses: dict[str, str] = {}
         self._plans: dict[int, WindowPlan | None] = {}
         self._commits: dict[int, dict[int, WindowPlan]] = {}  # by window and chunk: the part of the plan it needs
@@ -98,9 +106,14 @@ class Coordinator:
         self._heard: dict[str, float] = {}
         self._ended_as_hung: set[str] = set()
         self._last_tick = time.monotonic()
-        self._meter = ProgressMeter(job.name, job.num_rows, base, time.monotonic())
+        self._meter = ProgressMeter(job.name, job.num_rows, committed.tally, time.monotonic())
         self._client_away_since: float | None = None
-        client.subscribe_topic(TOPIC, lambda event: self.inbox.put(_News(event[1])))
+        self._planned_here = (
+            first_window.window
+            if first_window.num_rows <= PLANNED_HERE_ROWS and len(first_window.chunks) <= PLANNED_HERE_CHUNKS
+            else None
+        )
+        self._early_tasks: list[ev.Task] = []  # asked for before there was a client
         for name in names:
             self.inbox.put(ev.WorkerJoined(name))
 
@@ -108,8 +121,22 @@ class Coordinator:
         """From any thread, or a signal handler."""
         self.inbox.put(ev.StopRequested(message))
 
-    def run(self) -> ev.EndJob:
+    def begin(self) -> None:
+        """Begins with what needs no workers: planning the first rows, where that takes but a moment."""
         self._carry_out(self.state.start())
+        while self.end is None and not self.inbox.empty():
+            event = self._understand(self.inbox.get())
+            if event is not None:
+                self._feed(event)
+
+    def run(self, client: Any) -> ev.EndJob:
+        """Runs to the end, which is returned. `client`: Dask's, of a scheduler that workers are to join."""
+        self.client = client
+        self._outbox = Outbox(client, self._undelivered)
+        client.subscribe_topic(TOPIC, lambda event: self.inbox.put(_News(event[1])))
+        early, self._early_tasks = self._early_tasks, []
+        for task in early:
+            self._start_task(task)
         next_tick = time.monotonic()
         while self.end is None:
             try:
@@ -138,11 +165,15 @@ class Coordinator:
         if not isinstance(item, _News):
             return item
         message = item.message
-        self._heard[message["name"]] = time.monotonic()
         name = message["name"]  # Dask overwrites "worker" with an address
+        self._heard[name] = time.monotonic()
+        if "worker_cpu_s" in message:
+            self.timings.cpu_s(f"worker {name}", message["worker_cpu_s"])
         match message["t"]:
             case "joined":
                 self._addresses[name] = message["address"]
+                self.timings.moment("worker_joined")
+                self.timings.spans(f"worker {name}", message["spans"])
                 return None if name in self.state.leases.workers else ev.WorkerJoined(name)
             case "left":
                 if self._addresses.get(name) != message["address"]:
@@ -154,6 +185,8 @@ class Coordinator:
                 return ev.WorkerLost(name, "the worker left the cluster")
             case "ready":
                 _log.info("the engine of worker %s is ready after %.1f s", name, message["load_s"])
+                self.timings.moment("engine_ready")
+                self.timings.spans(f"engine {name}", message["spans"])
                 return ev.EngineReady(name)
             case "died":
                 reason = message["reason"]
@@ -169,7 +202,15 @@ class Coordinator:
             case "stopped":
                 self._forget_engine(name)
                 return ev.EngineStopped(name)
+            case "first_token":
+                known = self.timings.first_token_s
+                self.timings.moment("first_token", message["at"])
+                self.timings.spans(f"engine {name}", message["spans"])
+                if known is None:
+                    _log.info("%s", self.timings.start_text())
             case "progress":
+                self.timings.moment("first_durable")
+                self.timings.moment("last_durable")
                 counts = {key: message[key] for key in Tally.__dataclass_fields__}
                 return ev.LeaseProgress(name, message["lease"], Tally(**counts))
             case "done":
@@ -179,6 +220,8 @@ class Coordinator:
             case "note":
                 self._note(f"worker {name}: {message['text']}")
             case "stats":
+                self.timings.cpu_s(f"engine {name}", message["cpu_s"])
+                self.timings.engine(name, message)
                 prompt = message["computed_tokens"] + message["cached_tokens"] - message["generated_tokens"]
                 self._engine_tokens[name] = (max(prompt, 0), message["generated_tokens"])
         return None
@@ -257,6 +300,8 @@ class Coordinator:
                 workers_ready=sum(worker.phase == "ready" for worker in states),
                 workers=len(states),
                 notes=tuple(self.notes),
+                shareable_tokens=self._shareable_tokens,
+                first_token_s=self.timings.first_token_s,
             )
         )
 
@@ -283,6 +328,7 @@ class Coordinator:
                     self._start_task(instruction)
 
     def _grant(self, grant: ev.GrantLease) -> None:
+        self.timings.moment("first_lease")
         plan = self._plans[grant.piece.window]
         assert plan is not None
         piece = grant.piece
@@ -356,21 +402,30 @@ class Coordinator:
         self._plans[window] = plan
         if plan is not None and window not in self._commits:
             self._commits[window] = plan.by_chunk()
+            left = self.state.uncommitted(window)
+            self._shareable_tokens += sum(c.shareable_tokens for c in plan.chunks if c.chunk in left)
 
     def _submit(self, task: ev.Task, function: Callable[..., Any], *args: Any) -> None:
+        if isinstance(task, (ev.PlanChunk, ev.CutWindow)) and task.window == self._planned_here:
+            with phases.span(f"plans: {function.__name__}"):
+                self._collect(task, functools.partial(function, *args))
+            return
+        if self.client is None:
+            self._early_tasks.append(task)
+            return
         self._serial += 1
         key = f"{function.__name__}-{self.epoch}-{self._serial}"  # never equal to another: Dask would merge them
         window = task.piece.window if isinstance(task, ev.GiveUpRow) else task.window
         priority = _PRIORITY.get(type(task), _COMMIT_PRIORITY) - window / 1e6
-        future = self.client.submit(function, *args, key=key, pure=False, priority=priority)
+        future = self.client.submit(tasks.behind, function, *args, key=key, pure=False, priority=priority)
         self._futures[task] = future
         # Dask calls back in one thread: a result that is being looked for at a dead worker must not hold up others.
-        future.add_done_callback(lambda done: in_thread("collect", lambda: self._collect(task, done)))
+        future.add_done_callback(lambda done: in_thread("collect", lambda: self._collect(task, done.result)))
 
-    def _collect(self, task: ev.Task, future: Any) -> None:
+    def _collect(self, task: ev.Task, result_of: Callable[[], Any]) -> None:
         """In a thread of its own."""
         try:
-            result = future.result()
+            result = result_of()
         except ConfigError as error:
             self.inbox.put(ev.TaskFailed(task, str(error), fatal=True, refused=True))
         except BatchinferError as error:
@@ -390,6 +445,7 @@ class Coordinator:
                 return ev.ChunkPlanned(window, chunk, result.num_rows, result.num_failed)
             case ev.CutWindow(window):
                 self._keep_plan(window, result)
+                self.timings.moment("rows_ready")
                 return ev.WindowCut(window, tuple(self._unit_info(result, unit) for unit in result.units))
             case ev.FinishUnit(window, unit):
                 return ev.UnitFinished(window, unit, result.missing, result.tally)
@@ -398,6 +454,7 @@ class Coordinator:
             case ev.CommitChunk(window, chunk):
                 _log.info("part of chunk %d is out: %d rows, %d bytes", chunk, result.num_rows, result.num_bytes)
                 self._parts_done += 1
+                self.timings.moment("last_committed")
                 return ev.ChunkCommitted(window, chunk)
             case ev.CleanWindow(window):
                 self._plans.pop(window, None)

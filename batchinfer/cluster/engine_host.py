@@ -69,11 +69,11 @@ class EngineHost:
         if self._config is not None:
             self.send(self._config)
 
-    def configure(self, *, run: str, epoch: int, log: Path) -> None:
-        """What to load, and where to log from now on. Once."""
+    def configure(self, *, run: str, epoch: int, log: Path, num_threads: int) -> None:
+        """What to load, with how many threads, and where to log from now on. Once."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log, self._log_start = log, log.stat().st_size if log.exists() else 0
-        self._config = {"run": run, "epoch": epoch, "log": str(log)}
+        self._config = {"run": run, "epoch": epoch, "log": str(log), "num_threads": num_threads}
         self.send(self._config)
 
     def send(self, message: Mapping[str, Any]) -> None:

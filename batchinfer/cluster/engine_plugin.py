@@ -8,13 +8,17 @@ has its engine already; on any other Dask worker the plugin starts it.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from distributed import SchedulerPlugin, WorkerPlugin
 
+from batchinfer.cluster import worker_process
 from batchinfer.cluster.engine_host import EngineHost, Message
+from batchinfer.cluster.lifecycle import in_thread
+from batchinfer.cluster.phases import phases
 
 TOPIC = "batchinfer"
 NAME = "batchinfer-engine"
@@ -32,21 +36,22 @@ class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
         self.log_folder = log_folder
 
     def setup(self, worker: Any) -> None:
-        from batchinfer.cluster import worker_process
-
         self.worker = worker
         if worker_process.started_engine is not None:
             self.host = worker_process.started_engine
         else:
             log = Path(self.log_folder) / f"engine-{worker.name}.log"
             self.host = EngineHost(name=str(worker.name), num_threads=self.num_threads, preload=self.preload, log=log)
-            self.host.configure(run=self.run, epoch=self.epoch, log=log)
-        self._tell({"t": "joined", "address": worker.address})
+            self.host.configure(run=self.run, epoch=self.epoch, log=log, num_threads=self.num_threads)
+        self._tell({"t": "joined", "address": worker.address, "spans": phases.take()})
         self.host.listen(self._tell)
         self.host.start()
 
     def _tell(self, message: Message) -> None:
-        self.worker.log_event(TOPIC, {**message, "name": str(self.worker.name)})
+        if message["t"] == "first_token":  # not before: starting the engine needs all cores
+            in_thread("prepare", lambda: worker_process.prepare_for_tasks(self.run))
+        more = {"name": str(self.worker.name), "worker_cpu_s": time.process_time()}
+        self.worker.log_event(TOPIC, {**message, **more})
 
     def receive(self, messages: Sequence[Message]) -> None:
         for message in messages:

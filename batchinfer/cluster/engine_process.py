@@ -29,6 +29,7 @@ from batchinfer.cluster.lifecycle import (
     leave_interrupts_to_the_driver,
     log_to,
 )
+from batchinfer.cluster.phases import phases, process_start
 from batchinfer.errors import BatchinferError, ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -116,10 +117,11 @@ class EngineProcess:
         last_stats = time.monotonic()
         while not self.stopping.is_set():
             self._take_commands(feed, wait=not feed.busy)
+            was_busy = feed.busy
             if feed.busy:
                 feed.step()
             now = time.monotonic()
-            if now - last_stats >= STATS_EVERY_S:
+            if now - last_stats >= STATS_EVERY_S or was_busy > feed.busy:
                 last_stats = now
                 self.report({"t": "stats", **feed.stats()})
         feed.close()
@@ -143,26 +145,28 @@ class EngineProcess:
 
     def _load(self) -> RowFeed:
         start = time.monotonic()
-        from batchinfer.job.manifest import load_run
+        with phases.span("reads the job"):
+            from batchinfer.job.manifest import load_run
 
-        self.job = load_run(Path(self.config["run"]))
-        self._loaded.set()
-        from batchinfer.cluster.row_feed import RowFeed
-        from batchinfer.engine import load_engine
+            self.job = load_run(Path(self.config["run"]))
+            self._loaded.set()
+            from batchinfer.cluster.row_feed import RowFeed
+            from batchinfer.engine import load_engine
 
         threads = self.config["num_threads"]
         engine_config = self.job.engine_config
         if engine_config.num_threads is None:
             engine_config = replace(engine_config, num_threads=threads)
-        engine = load_engine(engine_config)
+        with phases.span("loads the model"):
+            engine = load_engine(engine_config)
         # What is loaded stays, so the collector need not look at it again; and a hundred thousand sequences
         # come and go without cycles, so it need not look often.
-        gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 50, 50)
+        gc.enable()
         feed = RowFeed(engine, self.job, epoch=self.config["epoch"], report=self.report)
         seconds = time.monotonic() - start
-        self.report({"t": "ready", "load_s": round(seconds, 2), "max_num_seqs": engine.scheduler.max_num_seqs})
+        self.report({"t": "ready", "load_s": round(seconds, 2), "spans": phases.take()})
         _log.info("engine ready after %.1f s, %d threads", seconds, threads)
         return feed
 
@@ -176,13 +180,16 @@ def warm_up(warm: Command) -> None:
 
     determinism.prepare()
     for module in warm["preload"]:
-        importlib.import_module(module)
+        with phases.span(f"imports {module}"):
+            importlib.import_module(module)
 
 
 def main() -> int:
+    gc.disable()  # until all is loaded: there is nothing to find meanwhile
     end_with_parent(int(sys.argv[1]))
     leave_interrupts_to_the_driver()
     report = Reports()
+    phases.add("started", process_start(), time.process_time())
     first = sys.stdin.readline()
     if not first:
         return 1

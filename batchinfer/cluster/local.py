@@ -27,7 +27,9 @@ class _Child:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LocalWorkers:
-    """`start` at once; `configure` when the job is frozen; `connect` when the scheduler is up.
+    """`began`: when the user asked for a run (seconds since 1970).
+
+    `start` at once; `configure` when the job is frozen; `connect` when the scheduler is up.
 
     `dead` tells who died, and starts them again.
     """
@@ -36,6 +38,7 @@ class LocalWorkers:
     num_threads: int
     preload: Sequence[str]
     scratch: Path
+    began: float
     _children: dict[str, _Child] = field(default_factory=dict)
     _dropped: set[str] = field(default_factory=set)
     _lines: list[dict[str, object]] = field(default_factory=list)  # told to every worker after its first line
@@ -51,7 +54,8 @@ class LocalWorkers:
                 self._spawn(name)
 
     def configure(self, *, run: str, epoch: int, log_folder: Path) -> None:
-        self._lines.append({"run": run, "epoch": epoch, "log_folder": str(log_folder)})
+        told = {"run": run, "epoch": epoch, "log_folder": str(log_folder), "num_threads": self.num_threads}
+        self._lines.append(told)
         self._tell_all()
 
     def connect(self, scheduler: str) -> None:

@@ -14,7 +14,11 @@ BEFORE_WORK = ("planning", "waiting for workers", "loading the model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A moment of a running job. Rates are per second; `eta_s` is None while nothing can be said."""
+    """A moment of a running job. Rates are per second; `eta_s` is None while nothing can be said.
+
+    shareable_tokens   the most prompt tokens that rows planned so far can share
+    first_token_s      from the start to the first token, once there is one
+    """
 
     name: str
     phase: str
@@ -29,6 +33,8 @@ class Progress:
     workers_ready: int
     workers: int
     notes: tuple[str, ...] = ()
+    shareable_tokens: int = 0
+    first_token_s: float | None = None
 
 
 class ProgressMeter:
@@ -50,6 +56,8 @@ class ProgressMeter:
         workers_ready: int,
         workers: int,
         notes: tuple[str, ...] = (),
+        shareable_tokens: int = 0,
+        first_token_s: float | None = None,
     ) -> Progress:
         """`prompt_tokens`, `completion_tokens`: that engines went through so far, also of rows not yet finished."""
         total = self._base + tally
@@ -79,6 +87,8 @@ class ProgressMeter:
             workers_ready=workers_ready,
             workers=workers,
             notes=notes,
+            shareable_tokens=shareable_tokens,
+            first_token_s=first_token_s,
         )
 
     def _eta_s(self, now: float, rows: int) -> float | None:

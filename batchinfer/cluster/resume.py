@@ -23,13 +23,15 @@ _log = logging.getLogger("batchinfer.cluster")
 
 @dataclass(slots=True, kw_only=True)
 class Committed:
-    """Parts that are out: their chunks and outcomes."""
+    """Parts that are out: their chunks and outcomes, and how many of their prompt tokens could have been shared."""
 
     chunks: set[int] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
+    shareable_tokens: int = 0
 
     def add(self, summary: CommitSummary) -> None:
         self.chunks.add(summary.chunk)
+        self.shareable_tokens += summary.shareable_tokens
         self.tally += Tally(
             summary.num_rows,
             summary.num_failed,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from batchinfer.cluster.leased_rows import LeasedRows
+from batchinfer.cluster.phases import phases
 from batchinfer.cluster.result_sink import ResultSink
 from batchinfer.data.segments import ResultRow
 from batchinfer.engine import Engine
@@ -54,6 +56,8 @@ class RowFeed:
         self._settings: dict[str | None, SamplingParams] = {}
         self._first_begun: float | None = None
         self._is_first = True
+        self._token_told = False
+        self._loop_s = 0.0
 
     @property
     def busy(self) -> bool:
@@ -76,21 +80,30 @@ class RowFeed:
             self._close_if_ended(lease)
 
     def step(self) -> None:
+        begin = time.perf_counter()
         self._fill()
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        if not self._token_told and self.engine.scheduler.num_generated_tokens:
+            self._token_told = True
+            self._report({"t": "first_token", "at": time.time(), "spans": phases.take()})
+        for output in outputs:
             running = self._running.pop(output.request_id)
             running.outcome = output
             self._is_first = False
-            for position, chunk, row in running.rows:
-                self._end(running.lease, position, ResultRow.of(chunk, row, output))
+            first, *others = running.rows
+            self._end(running.lease, first[0], ResultRow.of(*first[1:], output))
+            for position, chunk, row in others:
+                self._end(running.lease, position, _equal_row(chunk, row, output))
         self.sink.flush_if_due()
+        self._loop_s += time.perf_counter() - begin
 
     def close(self) -> None:
         """Everything finished is made durable and told; what is in the engine is dropped."""
         self.sink.close()
         self.engine.close()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
+        """The engine's counts, and where its time went: seconds of the loop, and CPU seconds of this process."""
         stats = self.engine.stats()
         return {
             "running": stats.num_running,
@@ -100,6 +113,11 @@ class RowFeed:
             "generated_tokens": stats.num_generated_tokens,
             "preemptions": stats.num_preemptions,
             "steps": stats.num_steps,
+            "scheduler_s": round(stats.scheduler_s, 3),
+            "runner_s": round(stats.runner_s, 3),
+            "output_s": round(stats.output_s, 3),
+            "loop_s": round(self._loop_s, 3),
+            "cpu_s": round(time.process_time(), 3),
         }
 
     def _fill(self) -> None:
@@ -132,7 +150,7 @@ class RowFeed:
             last = self._last
             if key is not None and last is not None and last.key == key and last.lease is lease:
                 if last.outcome is not None:
-                    self._end(lease, position, ResultRow.of(chunk, row, last.outcome))
+                    self._end(lease, position, _equal_row(chunk, row, last.outcome))
                 else:
                     last.rows.append((position, chunk, row))
                 continue
@@ -167,3 +185,8 @@ class RowFeed:
         if lease.ended and not lease.closed:
             self.sink.close_lease(lease)
             self._leases.pop(lease.lease, None)
+
+
+def _equal_row(chunk: int, row: int, output: RequestOutput) -> ResultRow:
+    """The result of a row that did not run, since an equal one did: none of its prompt was computed."""
+    return replace(ResultRow.of(chunk, row, output), cached_tokens=len(output.prompt_token_ids))

@@ -21,10 +21,13 @@ from typing import Any
 
 from batchinfer_kernels import determinism
 
+from batchinfer.cluster.lifecycle import in_thread
 from batchinfer.cluster.local import LocalWorkers
+from batchinfer.cluster.phases import phases
 from batchinfer.cluster.progress import Progress
 from batchinfer.cluster.resume import Committed, find_committed
 from batchinfer.cluster.status_writer import StatusWriter
+from batchinfer.cluster.timings import RunTimings
 from batchinfer.errors import BatchinferError, ConfigError, FailureLimitReached, Interrupted
 from batchinfer.job.cleaning import clean_leftovers
 from batchinfer.job.driver_lock import DriverLock, lock_store
@@ -35,6 +38,7 @@ from batchinfer.job.retry import finish_retry, open_retry
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.state import JobState, Limits, WindowPlan
 from batchinfer.job.status import State
+from batchinfer.job.windows import Window
 from batchinfer.log import log_to_file
 
 _log = logging.getLogger("batchinfer.cluster")
@@ -46,6 +50,7 @@ class JobResult:
 
     rows_run           in this run: of a resumed job, those that were not in parts before
     already_finished   it was before, and nothing was run
+    first_token_s      from the start to the first token; None where no engine ran
     """
 
     output: Path
@@ -54,6 +59,7 @@ class JobResult:
     rows_run: int
     already_finished: bool = False
     notes: tuple[str, ...] = ()
+    first_token_s: float | None = None
 
     @property
     def exit_code(self) -> int:
@@ -66,6 +72,15 @@ class Listener:
 
     said: Callable[[str], None] = lambda text: None
     progress: Callable[[Progress], None] = lambda progress: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What engines did: rows run, what is worth a word in the end, seconds to the first token."""
+
+    rows_run: int = 0
+    notes: Sequence[str] = ()
+    first_token_s: float | None = None
 
 
 def run_job(
@@ -95,7 +110,8 @@ def _run_job(
     listener: Listener,
     start: float,
 ) -> JobResult:
-    job = resolve_here(spec, extend=extend, ignore_existing=fresh)
+    with phases.span("resolves the job"):
+        job = resolve_here(spec, extend=extend, ignore_existing=fresh)
     if fresh and job.layout.output.exists():
         # Refuses while somebody is at work there; held until the folder has its new name.
         epoch = DriverLock.claim(lock_store(job.layout.output), on_wait=listener.said).epoch
@@ -104,9 +120,9 @@ def _run_job(
             DriverLock(lock_store(aside), epoch).release()
             listener.said(f"the old output was moved to {aside}")
     with _driving(job, listener) as lock:
-        job = freeze_job(job)
-        rows_run, notes = _run(job, lock, workers, signals, listener)
-        return _result(job, rows_run, notes, start)
+        with phases.span("freezes the job"):
+            job = freeze_job(job)
+        return _result(job, _run(job, lock, workers, signals, listener), start)
 
 
 def retry_job(
@@ -124,11 +140,11 @@ def retry_job(
         assert whole is not None
         if plan is None:
             listener.said("no row is to be run again")
-            return _result(whole, 0, (), start)
+            return _result(whole, _Run(), start)
         listener.said("1 row is run again" if plan.num_rows == 1 else f"{plan.num_rows} rows are run again")
-        rows_run, notes = _run(plan.job, lock, workers, signals, listener)
+        run = _run(plan.job, lock, workers, signals, listener)
         finish_retry(plan.job)
-        return _result(whole, rows_run, notes, start)
+        return _result(whole, run, start)
 
 
 def resolve_here(
@@ -166,10 +182,8 @@ def _driving(job: ResolvedJob, listener: Listener) -> Iterator[DriverLock]:
             raise
 
 
-def _run(
-    job: ResolvedJob, lock: DriverLock, workers: LocalWorkers, signals: _Signals, listener: Listener
-) -> tuple[int, list[str]]:
-    """Runs what is not in parts yet: how many rows that were, and what is worth a word in the end."""
+def _run(job: ResolvedJob, lock: DriverLock, workers: LocalWorkers, signals: _Signals, listener: Listener) -> _Run:
+    """Runs what is not in parts yet."""
     windows = job.windows()
     committed = find_committed(job, windows)
     plans = [WindowPlan(window.window, tuple(chunk.chunk for chunk in window.chunks)) for window in windows]
@@ -180,7 +194,7 @@ def _run(
     if state.idle:
         _log.info("nothing is left to do")
         writer.end("finished")
-        return 0, []
+        return _Run()
     run = str(save_run(job, lock.epoch))
     num_rows = sum(window.num_rows for window in windows)
     _log.info("epoch %d: %d of %d rows are in parts that are out", lock.epoch, committed.tally.rows, num_rows)
@@ -189,9 +203,11 @@ def _run(
         writer.progress(progress)
         listener.progress(progress)
 
+    timings = RunTimings(workers.began)
     told = Listener(said=listener.said, progress=progressed)
     try:
-        notes = run_on_local_workers(job, run, lock, state, committed, workers, signals, told)
+        first = next(w for w in windows if not all(chunk.chunk in out for chunk in w.chunks))
+        notes = run_on_local_workers(job, run, lock, state, committed, first, workers, timings, signals, told)
     except BatchinferError as error:
         ends: dict[type, State] = {Interrupted: "interrupted", FailureLimitReached: "failure_limit"}
         writer.end(ends.get(type(error), "failed"), str(error))
@@ -200,10 +216,10 @@ def _run(
         with contextlib.suppress(OSError):  # it may hold the keys of the job's storage
             Path(run).unlink()
     writer.end("finished")
-    return job.num_rows - committed.tally.rows, notes
+    return _Run(rows_run=job.num_rows - committed.tally.rows, notes=tuple(notes), first_token_s=timings.first_token_s)
 
 
-def _result(job: ResolvedJob, rows_run: int, notes: Sequence[str], start: float) -> JobResult:
+def _result(job: ResolvedJob, run: _Run, start: float) -> JobResult:
     """Counted from the parts themselves: what was published, not what was meant to be."""
     report = summarize(job)
     if report.rows_done != report.rows_total:
@@ -215,9 +231,10 @@ def _result(job: ResolvedJob, rows_run: int, notes: Sequence[str], start: float)
         output=job.layout.output,
         report=report,
         elapsed_s=time.monotonic() - start,
-        rows_run=rows_run,
-        already_finished=rows_run == 0,
-        notes=tuple(notes),
+        rows_run=run.rows_run,
+        already_finished=run.rows_run == 0,
+        notes=tuple(run.notes),
+        first_token_s=run.first_token_s,
     )
 
 
@@ -232,47 +249,59 @@ def run_on_local_workers(
     lock: DriverLock,
     state: JobState,
     committed: Committed,
+    first_window: Window,
     workers: LocalWorkers,
+    timings: RunTimings,
     signals: _Signals,
     listener: Listener,
 ) -> list[str]:
-    """Runs until the job is done; returns what is worth a word in the end. Raises what ended it otherwise."""
+    """Runs until the job is done; returns what is worth a word in the end. Raises what ended it otherwise.
+
+    first_window   the first that is not done
+    """
     log_folder = job.layout.state / "logs"
+    timings.moment("job_frozen")
     workers.start()
     workers.configure(run=run, epoch=lock.epoch, log_folder=log_folder)
+    from batchinfer.cluster.coordinator import Coordinator
+
+    coordinator = Coordinator(
+        job=job,
+        run=run,
+        epoch=lock.epoch,
+        state=state,
+        workers=workers,
+        committed=committed,
+        names=workers.names,
+        on_progress=listener.progress,
+        lost_lock=lambda: lock.lost,
+        timings=timings,
+        first_window=first_window,
+    )
+    signals.stop_in_order(coordinator.stop)
+    importing = in_thread("imports", _import_dask)
+    coordinator.begin()
+    importing.join()
     from batchinfer.cluster.dask_settings import apply_settings
 
     apply_settings(worker_ttl_s=job.spec.cluster.hang_timeout_s / 2)
     from distributed import Client, LocalCluster
 
-    from batchinfer.cluster.coordinator import Coordinator
     from batchinfer.cluster.engine_plugin import EnginePlugin, SchedulerNews
 
-    cluster = LocalCluster(
-        n_workers=0,
-        threads_per_worker=1,
-        dashboard_address=None,
-        host="127.0.0.1",
-        silence_logs=logging.CRITICAL,
-        # Without it Dask tries the dashboard's port, also to serve nothing, and warns where that is taken.
-        scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
-    )
-    client = Client(cluster, timeout=30)
-    try:
-        coordinator = Coordinator(
-            job=job,
-            run=run,
-            epoch=lock.epoch,
-            state=state,
-            client=client,
-            workers=workers,
-            base=committed.tally,
-            parts_done=len(committed.chunks),
-            names=workers.names,
-            on_progress=listener.progress,
-            lost_lock=lambda: lock.lost,
+    with phases.span("starts the scheduler"):
+        cluster = LocalCluster(
+            n_workers=0,
+            threads_per_worker=1,
+            dashboard_address=None,
+            host="127.0.0.1",
+            silence_logs=logging.CRITICAL,
+            # Without it Dask tries the dashboard's port, also to serve nothing, and warns where that is taken.
+            scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},
         )
-        signals.stop_in_order(coordinator.stop)
+        client = Client(cluster, timeout=30)
+    timings.moment("scheduler_up")
+    try:
         client.register_plugin(SchedulerNews())
         client.register_plugin(
             EnginePlugin(
@@ -284,12 +313,14 @@ def run_on_local_workers(
             )
         )
         workers.connect(cluster.scheduler_address)
-        end = coordinator.run()
+        end = coordinator.run(client)
     finally:
         workers.close()
         with contextlib.suppress(Exception):  # its workers are gone: it may complain, and need not be heard
             client.close(timeout=2)
             cluster.close(timeout=2)
+        timings.moment("end")
+        timings.write(job.layout)
     match end.outcome:
         case "done":
             return coordinator.notes
@@ -305,6 +336,15 @@ def run_on_local_workers(
             raise ConfigError(end.message)
         case _:
             raise BatchinferError(f"{end.message}\nThe log: {job.layout.log}; the same command goes on.")
+
+
+def _import_dask() -> None:
+    """Ahead of its use; what is wrong with it is told there."""
+    with contextlib.suppress(Exception), phases.span("imports Dask"):
+        from batchinfer.cluster.dask_settings import apply_settings
+
+        apply_settings()
+        import distributed  # noqa: F401
 
 
 class _Signals:

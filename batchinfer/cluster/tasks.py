@@ -8,13 +8,15 @@ is in `batchinfer.job` and `batchinfer.data`; when they are due, in `job.state`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from batchinfer.cluster.leased_rows import unit_segments
+from batchinfer.cluster.lifecycle import behind_engines
 from batchinfer.data.prepared import Int32, Int64, read_prepared, row_identities
 from batchinfer.data.segments import (
     ResultRow,
@@ -31,6 +33,8 @@ from batchinfer.job.manifest import ResolvedJob, load_run
 from batchinfer.job.windows import Chunk
 from batchinfer.types.rows import ErrorClass, RowError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 GIVEN_UP_LEASE = 999_999  # stands for the driver's own hand in the names of result segments
 _COUNTED = ("chunk", "row", "prompt_tokens", "completion_tokens", "cached_tokens", "error_class")
 
@@ -39,6 +43,12 @@ _COUNTED = ("chunk", "row", "prompt_tokens", "completion_tokens", "cached_tokens
 class UnitOutcome:
     missing: int
     tally: Tally
+
+
+def behind(task: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The task, at lower priority than engines: how it is run on a worker."""
+    behind_engines()
+    return task(*args, **kwargs)
 
 
 @functools.lru_cache(maxsize=2)

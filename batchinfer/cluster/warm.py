@@ -11,11 +11,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchinfer.cluster.local import LocalWorkers
+from batchinfer.cluster.phases import process_start
 from batchinfer.errors import ConfigError
 from batchinfer.job.layout import JobLayout
 
@@ -29,24 +31,49 @@ _FOR_MODELS = ("torch", "batchinfer.runner.load")
 
 
 @contextlib.contextmanager
-def local_workers(spec: JobSpec, *, start: bool = True) -> Iterator[LocalWorkers]:
-    """Workers for a job, ended when the context is left. `start=False` where there is likely nothing to run."""
+def early_worker(job: str, overrides: Sequence[str]) -> Iterator[LocalWorkers]:
+    """A first worker for the job of this file, started before the file is understood: `fit` it when it is.
+
+    Whether there is a model to load is guessed from the text. Nothing is started where the file can't be read.
+    """
+    began = process_start()
+    with _workers(began) as workers:
+        with contextlib.suppress(OSError):
+            text = Path(job).read_text(errors="replace")
+            fake = any(_FAKE in part for part in (text, *overrides))
+            workers.preload = _ALWAYS if fake else (*_FOR_MODELS, *_ALWAYS)
+            workers.start()
+        yield workers
+
+
+def fit(workers: LocalWorkers, spec: JobSpec, *, start: bool = True) -> None:
+    """Makes the workers those that the job asks for; with `start`, starts them if something is left to run."""
     cores = num_cores()
     if spec.cluster.workers > max(_MOST_WORKERS, 4 * cores):
         raise ConfigError(
             f"cluster.workers is {spec.cluster.workers}, each of them a process with an engine of its own, and this "
             f"machine has {cores} cores; give at most {max(_MOST_WORKERS, 4 * cores)}"
         )
+    workers.num_workers = spec.cluster.workers
+    workers.num_threads = spec.engine.num_threads or fair_threads(spec.cluster.workers)
+    workers.preload = _ALWAYS if spec.model.path.startswith(_FAKE) else (*_FOR_MODELS, *_ALWAYS)
+    if start and not is_finished(Path(spec.output.path)):
+        workers.start()
+
+
+@contextlib.contextmanager
+def local_workers(spec: JobSpec, *, start: bool = True) -> Iterator[LocalWorkers]:
+    """Workers for a job, ended when the context is left. `start=False` where there is likely nothing to run."""
+    with _workers(time.time()) as workers:
+        fit(workers, spec, start=start)
+        yield workers
+
+
+@contextlib.contextmanager
+def _workers(began: float) -> Iterator[LocalWorkers]:
     scratch = Path(tempfile.mkdtemp(prefix="batchinfer-"))
-    workers = LocalWorkers(
-        num_workers=spec.cluster.workers,
-        num_threads=spec.engine.num_threads or fair_threads(spec.cluster.workers),
-        preload=_ALWAYS if spec.model.path.startswith(_FAKE) else (*_FOR_MODELS, *_ALWAYS),
-        scratch=scratch,
-    )
+    workers = LocalWorkers(num_workers=1, num_threads=num_cores(), preload=_ALWAYS, scratch=scratch, began=began)
     try:
-        if start and not is_finished(Path(spec.output.path)):
-            workers.start()
         yield workers
     finally:
         workers.close()

@@ -7,28 +7,36 @@ everything else comes up. The end of standard input means that the driver is gon
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import shutil
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from batchinfer.cluster.engine_host import EngineHost
 from batchinfer.cluster.lifecycle import (
+    behind_engines,
     end_with_parent,
     exit_after,
     in_thread,
     leave_interrupts_to_the_driver,
     log_to,
 )
+from batchinfer.cluster.phases import phases, process_start
 
+# Modules and tokenizers are millions of objects that stay: looking at them again and again was a tenth of the start.
+RARELY = (50_000, 20, 50)
 started_engine: EngineHost | None = None
 
 
 def main() -> int:
+    gc.set_threshold(*RARELY)
     end_with_parent(int(sys.argv[1]))
     leave_interrupts_to_the_driver()
     warm = _told()
@@ -39,17 +47,14 @@ def main() -> int:
         log=Path(warm["scratch"]) / f"engine-{warm['name']}.log",
     )
     host.start()
-    from batchinfer.cluster.dask_settings import apply_settings
-
-    apply_settings()
-    import distributed  # noqa: F401  while there is nothing else to do
-
-    import batchinfer.cluster.tasks  # noqa: F401
-
+    phases.add("started", process_start(), time.process_time())
+    importing = in_thread("imports", _import_dask)
     config = _told()
     folder = Path(config["log_folder"])
-    host.configure(run=config["run"], epoch=config["epoch"], log=folder / f"engine-{warm['name']}.log")
+    log = folder / f"engine-{warm['name']}.log"
+    host.configure(run=config["run"], epoch=config["epoch"], log=log, num_threads=config["num_threads"])
     log_to(folder / f"worker-{warm['name']}.log")
+    importing.join()
     # The plugin finds the engine under this module's importable name, not under __main__.
     import batchinfer.cluster.worker_process as importable
 
@@ -58,6 +63,27 @@ def main() -> int:
     if os.getppid() != int(sys.argv[1]):  # a driver that was killed has not tidied up
         shutil.rmtree(warm["scratch"], ignore_errors=True)
     return code
+
+
+def _import_dask() -> None:
+    """In a thread of its own, since the engine, which takes longest, must not wait for a core meanwhile."""
+    behind_engines()
+    with phases.span("imports Dask"):
+        from batchinfer.cluster.dask_settings import apply_settings
+
+        apply_settings()
+        import distributed  # noqa: F401
+
+
+def prepare_for_tasks(run: str) -> None:
+    """Imports and opens what planning and commits need, before the first of them is due. Errors are theirs to tell."""
+    behind_engines()
+    with contextlib.suppress(Exception):
+        import batchinfer.cluster.tasks  # noqa: F401
+        from batchinfer.job.context import open_context
+        from batchinfer.job.manifest import load_run
+
+        open_context(load_run(run))
 
 
 def _told() -> dict[str, Any]:

@@ -30,7 +30,8 @@ log = logging.getLogger("batchinfer.job")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitSummary:
-    """A committed part. `fresh`: published now, not found. Token counts are over completed rows."""
+    """A committed part. `fresh`: published now, not found. Token counts are over completed rows, but for
+    `shareable_tokens`: over all that were planned, how many stand in a prefix of another row of the window."""
 
     chunk: int
     num_rows: int
@@ -39,6 +40,7 @@ class CommitSummary:
     cached_tokens: int
     completion_tokens: int
     num_bytes: int
+    shareable_tokens: int = 0
     fresh: bool = True
 
     @property
@@ -65,11 +67,11 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
     if planned.num_failed:
         paths.append(layout.plan_segment(plan.window, planned.epoch, chunk.chunk))
     results: Any = ChunkResults(tuple(paths), chunk.chunk)
-    footer = part_footer(job, chunk, epoch=epoch)
+    footer = part_footer(job, chunk, epoch=epoch, shareable_tokens=planned.shareable_tokens)
     if job.retry is not None:
         before = read_footer(target)
         again = read_chunk_results(paths, chunk.chunk)
-        footer = retry_footer(job, before, again, epoch=epoch)
+        footer = retry_footer(job, before, again, epoch=epoch, shareable_tokens=planned.shareable_tokens)
         results = merge_tables([(None, again), (None, read_part_results(target, chunk.chunk))])
     elif was_there and part_summary(job, chunk) is None:  # not one that another driver has just published
         move_broken_aside(job, target)
@@ -114,7 +116,7 @@ def check_content(job: ResolvedJob, chunk: Chunk, planned: str, found: str) -> N
         )
 
 
-def part_footer(job: ResolvedJob, chunk: Chunk, *, epoch: int) -> dict[str, Any]:
+def part_footer(job: ResolvedJob, chunk: Chunk, *, epoch: int, shareable_tokens: int) -> dict[str, Any]:
     """What made the part, in JSON values; `data.parts` adds rows, counts and hashes."""
     return {
         "format": 1,
@@ -132,6 +134,7 @@ def part_footer(job: ResolvedJob, chunk: Chunk, *, epoch: int) -> dict[str, Any]
         "batchinfer": batchinfer.__version__,
         "facts": {key: value for key, value in job.facts.items() if key not in _MANIFEST_ONLY},
         "epoch": epoch,
+        "shareable_tokens": shareable_tokens,
         "retries": [],
     }
 
@@ -153,7 +156,9 @@ _FOOTER_KEYS = (
 )
 
 
-def retry_footer(job: ResolvedJob, before: Mapping[str, Any], results: Any, *, epoch: int) -> dict[str, Any]:
+def retry_footer(
+    job: ResolvedJob, before: Mapping[str, Any], results: Any, *, epoch: int, shareable_tokens: int
+) -> dict[str, Any]:
     """The footer of a part that a retry replaces: what made it first, and one more entry under `retries`."""
     kept = {key: before[key] for key in (*_FOOTER_KEYS, "retries")}
     completed = results["error_class"].null_count
@@ -166,7 +171,12 @@ def retry_footer(job: ResolvedJob, before: Mapping[str, Any], results: Any, *, e
     }
     # Results read back from a part no longer say what was cached.
     cached = before["cached_tokens"] + before.get("cached_tokens_before", 0)
-    return {**kept, "retries": [*before["retries"], entry], "cached_tokens_before": cached}
+    return {
+        **kept,
+        "retries": [*before["retries"], entry],
+        "cached_tokens_before": cached,
+        "shareable_tokens": before.get("shareable_tokens", 0) + shareable_tokens,
+    }
 
 
 def part_summary(job: ResolvedJob, chunk: Chunk) -> CommitSummary | None:
@@ -211,6 +221,7 @@ def _summary_of(footer: Mapping[str, Any], chunk: Chunk, path: Path) -> CommitSu
         cached_tokens=footer["cached_tokens"] + footer.get("cached_tokens_before", 0),
         completion_tokens=footer["completion_tokens"],
         num_bytes=path.stat().st_size,
+        shareable_tokens=footer.get("shareable_tokens", 0),
         fresh=False,
     )
 

@@ -43,20 +43,29 @@ def open_context(job: ResolvedJob) -> JobContext:
         for known, kept in _lately:  # by identity: the key below looks at every input file
             if known is job:
                 return kept
-    read = hash(tuple((file["uri"], file["fingerprint"], file["num_rows"]) for file in job.input["files"]))
-    key = (str(job.layout.output), job.fingerprint, job.spec.model.path, str(job.spec.input), read)
     with _lock:
-        context = _open.pop(key, None)
+        context = _open.pop(_key(job), None)
         if context is None:
             spec = job.spec.model
             files = open_model(spec.path, revision=spec.revision, tokenizer=spec.tokenizer)
             dataset = InputDataset.from_description(job.input, storage_options=job.spec.input.storage_options)
             context = make_context(job, files, dataset)
-        _open[key] = context
-        while len(_open) > _KEPT:
-            _open.popitem(last=False)
+        keep_context(job, context)
         _lately.append((job, context))
         return context
+
+
+def keep_context(job: ResolvedJob, context: JobContext) -> None:
+    """For `open_context`, also of an equal job read from a file."""
+    with _lock:
+        _open[_key(job)] = context
+        while len(_open) > _KEPT:
+            _open.popitem(last=False)
+
+
+def _key(job: ResolvedJob) -> tuple[Any, ...]:
+    read = hash(tuple((file["uri"], file["fingerprint"], file["num_rows"]) for file in job.input["files"]))
+    return (str(job.layout.output), job.fingerprint, job.spec.model.path, str(job.spec.input), read)
 
 
 def make_context(job: ResolvedJob, files: ModelFiles, dataset: InputDataset) -> JobContext:

@@ -8,6 +8,7 @@
     OUT/__batchinfer/prepared/w0000-e000001/{c000005-<hash>,u00012}.arrow   prepared rows, by chunk, then by unit
     OUT/__batchinfer/segments/w0000/       results: engine segments, compacted units, errors found while planning
     OUT/__batchinfer/retries/r0001/        a retry: retry.json and windows/ prepared/ segments/ of its own
+    OUT/__batchinfer/timings.json          how the last run's time went (`cluster.timings`)
     OUT/__batchinfer/{status.json,log.txt,tmp/,input/}
 
 Names only; nothing here touches a file system. Standard library only.
@@ -54,6 +55,10 @@ class JobLayout:
     @property
     def status(self) -> Path:
         return self.state / "status.json"
+
+    @property
+    def timings(self) -> Path:
+        return self.state / "timings.json"
 
     @property
     def log(self) -> Path:

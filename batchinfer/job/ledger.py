@@ -25,6 +25,8 @@ class ChunkSummary:
     num_rows        rows looked at: all of the chunk, or those that a retry names
     failed          how many rows got their error while planning, by error class
     prompt_tokens   sum over the rows that were prepared
+    shareable_tokens   those of them that stand in a prefix of the row before in the window's token order; known once
+                    the window is cut
     content_hash    of the values of the columns that prompts are made of; checked again at commit
     epoch           of the driver whose prepared files hold it
     """
@@ -37,6 +39,7 @@ class ChunkSummary:
     max_prompt_tokens: int
     content_hash: str
     epoch: int
+    shareable_tokens: int = 0
 
     @property
     def num_failed(self) -> int:

@@ -23,6 +23,8 @@ class JobReport:
     """Sums over the parts that are out.
 
     prompt_tokens     of completed rows; `cached_tokens` of them were shared with other rows and not computed again
+    shareable_tokens  the most that could have been shared: tokens of all planned rows that stand in a prefix of
+                      another row, token by token, each window's rows sorted
     failed            error rows by class
     """
 
@@ -31,6 +33,7 @@ class JobReport:
     failed: Mapping[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    shareable_tokens: int = 0
     completion_tokens: int = 0
     parts_total: int = 0
     parts_done: int = 0
@@ -82,11 +85,12 @@ def summarize(job: ResolvedJob) -> JobReport:
         parts_done=parts_done,
         prompt_tokens=sums["prompt_tokens"],
         cached_tokens=sums["cached_tokens"],
+        shareable_tokens=sums["shareable_tokens"],
         completion_tokens=sums["completion_tokens"],
         num_bytes=sums["num_bytes"],
     )
 
 
 def _countable(summary: CommitSummary) -> dict[str, int]:
-    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "num_bytes")
+    names = ("prompt_tokens", "cached_tokens", "shareable_tokens", "completion_tokens", "num_bytes")
     return {name: getattr(summary, name) for name in names}

@@ -26,7 +26,7 @@ import batchinfer
 from batchinfer.data.dataset import InputDataset, Kind, open_dataset
 from batchinfer.data.fs import check_output_path, is_foreign
 from batchinfer.errors import ConfigError, InputError, ResumeRefused
-from batchinfer.job.context import JobContext, make_context
+from batchinfer.job.context import JobContext, keep_context, make_context
 from batchinfer.job.layout import JobLayout
 from batchinfer.job.manifest import ResolvedJob, differences, in_frozen_order, load_manifest, refusal, with_drawn
 from batchinfer.job.spec import InputSpec, JobSpec
@@ -106,6 +106,7 @@ def resolve_job(
     if frozen is None:
         if not ignore_existing:
             _refuse_foreign_parts(layout)
+        keep_context(job, context)
         return job
     job = with_drawn(frozen, job)
     if retry:

@@ -29,6 +29,9 @@ class JobStatus:
     """Where a job stands. Rates are over the last while, as the driver measures them.
 
     state            interrupted also where a driver died without a word
+    cached_tokens    prompt tokens that were shared with other rows and not computed again
+    shareable_tokens the most of them that could be, of what is planned so far
+    first_token_s    from the start of the last run to its first token
     rows_done        rows with a durable result (or, where only parts can be asked, rows in parts)
     updated_at_s     when the driver wrote it, by that host's clock; quiet_s: how old it is by this one's
     """
@@ -41,6 +44,7 @@ class JobStatus:
     rows_failed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    shareable_tokens: int = 0
     completion_tokens: int = 0
     parts_total: int = 0
     parts_done: int = 0
@@ -50,6 +54,7 @@ class JobStatus:
     completion_tokens_per_s: float = 0.0
     elapsed_s: float = 0.0
     eta_s: float | None = None
+    first_token_s: float | None = None
     message: str = ""
     epoch: int = 0
     host: str = field(default_factory=socket.gethostname)
@@ -86,6 +91,7 @@ def read_status(output: str | Path) -> JobStatus:
             rows_failed=report.rows_failed,
             prompt_tokens=report.prompt_tokens,
             cached_tokens=report.cached_tokens,
+            shareable_tokens=report.shareable_tokens,
             completion_tokens=report.completion_tokens,
             parts_total=report.parts_total,
             parts_done=report.parts_done,

@@ -62,12 +62,14 @@ def cut_units(job: ResolvedJob, window: int, chunks: Sequence[ChunkSummary], *, 
                 chunks=tuple(zip(owners.tolist(), counts.tolist(), strict=True)),
             )
         )
+    owners, at = np.unique(rows.chunks[order], return_inverse=True)
+    shareable = dict(zip(owners.tolist(), np.bincount(at, weights=lcp).astype(np.int64).tolist(), strict=True))
     plan = publish_window(
         layout,
         WindowPlan(
             window=window,
             epoch=epoch,
-            chunks=tuple(chunks),
+            chunks=tuple(replace(chunk, shareable_tokens=shareable.get(chunk.chunk, 0)) for chunk in chunks),
             units=tuple(units),
             prompt_tokens=int(lengths.sum()),
             shared_tokens=int(lcp.sum()),

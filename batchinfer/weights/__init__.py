@@ -1,6 +1,6 @@
 """Checkpoints into parameters: explicit name rules, strict both ways (`rules`), and the copying (`loading`)."""
 
-from batchinfer.weights.loading import Loadable, equal_values, load_weights
+from batchinfer.weights.loading import Loadable, RowSink, equal_values, load_weights
 from batchinfer.weights.rules import Ignore, Part, Rule, WeightError
 
-__all__ = ["Ignore", "Loadable", "Part", "Rule", "WeightError", "equal_values", "load_weights"]
+__all__ = ["Ignore", "Loadable", "Part", "RowSink", "Rule", "WeightError", "equal_values", "load_weights"]

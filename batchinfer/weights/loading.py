@@ -14,20 +14,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from batchinfer.modelfiles import StoredTensor
-from batchinfer.weights.gguf_types import DEQUANTIZED, dequantize
+from batchinfer.weights.gguf_types import DEQUANTIZED, Bytes, Floats, dequantize
 from batchinfer.weights.rules import Ignore, Part, Rule, WeightError, match
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 # Elements handled at once: large enough that Python's share is nothing, small enough for the cache.
 PIECE_ELEMENTS = 1 << 18
+
+
+class RowSink(Protocol):
+    """Takes a part's rows as they are read, where they are not kept as they are stored. Called by several threads."""
+
+    def put(self, start: int, rows: Tensor) -> None:
+        """Rows start, start + 1, ... of the part, float32 on the CPU; they may be overwritten."""
+        ...
 
 
 @runtime_checkable
@@ -38,12 +45,13 @@ class Loadable(Protocol):
         """Shape of what is stored, by (parameter's name in this layer, part)."""
         ...
 
-    def target(self, part: Part) -> Tensor:
-        """Memory to fill with a part; asked for once, when its tensor is about to be read."""
+    def target(self, part: Part) -> Tensor | RowSink:
+        """Memory to fill with a part, or who takes its rows; asked for once, when its tensor is about to be read."""
         ...
 
     def loaded(self) -> None:
-        """Called once when all parts are filled: the place to repack."""
+        """Called once when all parts are filled: the place to repack. A layer without parts of its own (one that
+        shares another's) is called last, when the others are there."""
         ...
 
 
@@ -56,7 +64,7 @@ class _Item:
     part: Part
     rule: Rule
     pieces_left: int = 0
-    target: Tensor | None = None
+    target: Tensor | RowSink | None = None
 
 
 @dataclass(slots=True)
@@ -99,6 +107,9 @@ def load_weights(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    for layer in layers.values():
+        if not layer.parts():
+            layer.loaded()
 
 
 def _check(stored: StoredTensor, shape: tuple[int, ...]) -> None:
@@ -131,7 +142,12 @@ def _copy_piece(reader: TensorReader, progress: _Progress, item: _Item, start: i
         if item.target is None:
             item.target = item.layer.target(item.part)
     stored, target = item.stored, item.target
-    _fill(target[start:stop], item.rule, reader, stored, start, stop)
+    if isinstance(target, Tensor):
+        _fill(target[start:stop], item.rule, reader, stored, start, stop)
+    else:
+        rows = torch.empty(stop - start, *stored.shape[1:])
+        _fill(rows, item.rule, reader, stored, start, stop)
+        target.put(start, rows)
     with progress.lock:
         item.pieces_left -= 1
         if item.pieces_left:
@@ -152,6 +168,9 @@ def _fill(piece: Tensor, rule: Rule, reader: TensorReader, stored: StoredTensor,
         return
     if rule.view is not None:
         piece = rule.view(piece)
+    elif on_cpu and piece.dtype == torch.float32 and stored.dtype in DEQUANTIZED and piece.is_contiguous():
+        reader.dequantize_into(piece.view(-1).numpy(), stored, start, stop)
+        return
     values = reader.rows(stored, start, stop)
     if on_cpu and piece.dtype == torch.float32 and values.dtype == torch.float32:
         # numpy copies on this thread; torch would start a team of threads for each piece.
@@ -188,6 +207,11 @@ class TensorReader:
         if plain is not None:
             return torch.from_numpy(raw).view(plain).view(shape)
         return torch.from_numpy(dequantize(raw, stored.dtype)).view(shape)
+
+    def dequantize_into(self, out: Floats, stored: StoredTensor, start: int, stop: int) -> None:
+        """Rows start .. stop of a tensor of a block type, as float32 to `out` (flat)."""
+        row_bytes = stored.nbytes // stored.shape[0]
+        dequantize(self.bytes(stored, start * row_bytes, (stop - start) * row_bytes), stored.dtype, out)
 
     def bytes(self, stored: StoredTensor, offset: int, nbytes: int) -> Bytes:
         """nbytes from offset within a tensor's data."""

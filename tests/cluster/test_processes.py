@@ -38,7 +38,7 @@ def test_an_engine_that_cannot_read_its_job_says_why(host: EngineHost, tmp_path:
     heard: list[Message] = []
     host.listen(heard.append)
     host.start()
-    host.configure(run=str(tmp_path / "none.json"), epoch=1, log=tmp_path / "logs" / "engine.log")
+    host.configure(run=str(tmp_path / "none.json"), epoch=1, log=tmp_path / "logs" / "engine.log", num_threads=1)
     wait_for(lambda: heard)
     (died,) = heard
     assert died["t"] == "died" and "none.json" in died["reason"] and not died["in_flight"]
