@@ -1,29 +1,94 @@
 """Running planned attention: one object per KV group, `plan` once per step, `run` once per layer.
 
-`TiledAttention` is plain torch on any device and the only backend so far; a Triton one would stand beside it and
-take the same StepBatch. What is computed is said in `batchinfer_kernels.reference`.
+`AttentionBackend` is what a runner needs of one, `make_attention` picks one. `TiledAttention` is plain torch on any
+device, `native.NativeAttention` C over a packed cache in bfloat16. What is computed is said in
+`batchinfer_kernels.reference`.
 """
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 from batchinfer_kernels.cpu import attend_tiles, merge_tiles
+from batchinfer_kernels.native import attention as native_attention
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
+from batchinfer.attention.native import NativeAttention
 from batchinfer.attention.plan import AttentionPlan, plan_attention
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.attention.tiles import AttentionShape, StepBatch
 
 
+class AttentionBackend(Protocol):
+    """Attention of layers with equal head counts and window. Only a backend knows what its plans and caches hold.
+
+    Caches have the block first, so that a block is copied by index. `name` and `kv_dtype` are for reports and for
+    the size of a block.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kv_dtype(self) -> torch.dtype: ...
+
+    def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Key and value caches of one layer, not initialised: a slot that was not written is never seen."""
+        ...
+
+    def plan(self, batch: StepBatch) -> Any: ...
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, *, spec: AttentionSpec
+    ) -> Tensor:
+        """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe."""
+        ...
+
+
+def make_attention(
+    spec: AttentionSpec,
+    ops: Ops,
+    *,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    split_size: int,
+    device: torch.device,
+) -> AttentionBackend:
+    """Attention with KV caches in kv_dtype: in C where `why_tiled` has nothing against it."""
+    if why_tiled(spec, ops, kv_dtype=kv_dtype, block_size=block_size, split_size=split_size) is None:
+        return NativeAttention(spec, block_size=block_size, split_size=split_size)
+    return TiledAttention(spec, ops, block_size=block_size, split_size=split_size, device=device, kv_dtype=kv_dtype)
+
+
+def why_tiled(spec: AttentionSpec, ops: Ops, *, kv_dtype: torch.dtype, block_size: int, split_size: int) -> str | None:
+    """Why a KV group's attention runs in torch, or None where it runs in C."""
+    if ops.backend != "native":
+        return f"kernels are {ops.backend}"
+    if kv_dtype != NativeAttention.kv_dtype:
+        return f"the KV cache is {str(kv_dtype).removeprefix('torch.')}"
+    return native_attention.unsuited(head_dim=spec.head_dim, block_size=block_size, split_size=split_size)
+
+
 class TiledAttention:
     """Attention of layers with equal head counts and window, over caches [B, Hk, S, D]."""
 
+    name = "tiled"
+
     def __init__(
-        self, spec: AttentionSpec, ops: Ops, *, block_size: int, split_size: int, device: torch.device
+        self,
+        spec: AttentionSpec,
+        ops: Ops,
+        *,
+        block_size: int,
+        split_size: int,
+        device: torch.device,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         if split_size % block_size:
             raise ValueError(f"split_size {split_size} is not a multiple of block_size {block_size}")
+        self.kv_dtype = kv_dtype
         self._ops = ops
         self._shape = AttentionShape(
             num_heads=spec.num_heads,
@@ -41,6 +106,13 @@ class TiledAttention:
         self._out = torch.empty(0, spec.head_dim)
         self._lse = torch.empty(0)
 
+    def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Key and value caches of one layer, not initialised."""
+        at = self._shape
+        shape = (num_blocks, at.num_kv_heads, at.block_size, at.head_dim)
+        k_cache = torch.empty(shape, dtype=self.kv_dtype, device=at.device)
+        return k_cache, torch.empty_like(k_cache)
+
     def plan(self, batch: StepBatch) -> AttentionPlan:
         return plan_attention(batch, self._shape)
 
@@ -57,6 +129,7 @@ class TiledAttention:
     ) -> Tensor:
         """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe."""
         self._reserve(plan, k_cache)
+        k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
         self._ops.kv_write(k, v, k_cache, v_cache, plan.kv_rows, plan.fresh_blocks)
         scaled = q.reshape(-1, spec.head_dim).float() * spec.scale
         out, lse = self._out[: plan.num_rows], self._lse[: plan.num_rows]

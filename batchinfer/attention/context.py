@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from batchinfer.attention.backend import TiledAttention
-from batchinfer.attention.plan import AttentionPlan
+from batchinfer.attention.backend import AttentionBackend
 from batchinfer.attention.spec import AttentionSpec
 
 
@@ -34,7 +33,7 @@ class ForwardContext(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCache:
-    """Where a layer's KV lies: its KV group and its caches [B, Hk, S, D]."""
+    """Where a layer's KV lies: its KV group and its caches, [blocks, ...] as its backend made them."""
 
     group: int
     spec: AttentionSpec
@@ -49,8 +48,8 @@ class PagedContext:
     num_tokens: int
     positions: Tensor
     layers: Sequence[LayerCache]
-    backends: Sequence[TiledAttention]
-    plans: Sequence[AttentionPlan]
+    backends: Sequence[AttentionBackend]
+    plans: Sequence[Any]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         at = self.layers[layer]

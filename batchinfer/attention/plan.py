@@ -21,6 +21,7 @@ from batchinfer.attention.tiles import (
     StepBatch,
     Tiles,
     cut_tiles,
+    find_slots,
     ranges,
     rows_per_query,
     starts_of,
@@ -69,7 +70,10 @@ def plan_attention(batch: StepBatch, shape: AttentionShape) -> AttentionPlan:
     tiles = cut_tiles(batch, shape)
     slabs, tile_row, num_rows, buffer_elements = _make_slabs(batch, shape, tiles, positions)
     result_rows, merged_rows, merged = _find_results(shape, tiles, tile_row, positions)
-    kv_rows, fresh_blocks = _find_slots(batch, shape, chunk, positions)
+    slots, fresh_blocks = find_slots(batch, shape, chunk, positions)
+    head = np.arange(shape.num_kv_heads)
+    block, offset = np.divmod(slots, shape.block_size)
+    kv_rows = (block[:, None] * shape.num_kv_heads + head) * shape.block_size + offset[:, None]
     return AttentionPlan(
         slabs=tuple(slabs),
         num_rows=num_rows,
@@ -77,8 +81,8 @@ def plan_attention(batch: StepBatch, shape: AttentionShape) -> AttentionPlan:
         result_rows=result_rows,
         merged_rows=merged_rows,
         merged=merged,
-        kv_rows=kv_rows,
-        fresh_blocks=fresh_blocks,
+        kv_rows=_tensor(kv_rows.reshape(-1), shape.device),
+        fresh_blocks=_tensor(fresh_blocks, shape.device),
     )
 
 
@@ -166,17 +170,6 @@ def _find_results(
 def _heads_of(tokens: Ints, shape: AttentionShape) -> Tensor:
     """Rows of tokens in a [T * Hq, ...] tensor."""
     return _tensor((tokens[:, None] * shape.num_heads + np.arange(shape.num_heads)).reshape(-1), shape.device)
-
-
-def _find_slots(batch: StepBatch, shape: AttentionShape, chunk: Ints, positions: Ints) -> tuple[Tensor, Tensor]:
-    size = shape.block_size
-    block = batch.block_tables[chunk, positions // size]
-    rows = (block[:, None] * shape.num_kv_heads + np.arange(shape.num_kv_heads)) * size
-    kv_rows = (rows + (positions % size)[:, None]).reshape(-1)
-    ends = batch.starts + batch.lengths
-    begun = (ends % size != 0) & (batch.starts <= ends // size * size)
-    fresh = batch.block_tables[begun, (ends // size)[begun]]
-    return _tensor(kv_rows, shape.device), _tensor(fresh, shape.device)
 
 
 def _tensor(array: npt.NDArray[Any], device: torch.device) -> Tensor:

@@ -190,3 +190,15 @@ def _share(tiles: Tiles, batch: StepBatch, shape: AttentionShape, *, full: npt.N
         width=np.concatenate((tiles.width[model], tiles.width[rest])),
         members=np.concatenate((members, tiles.members[rest_members])),
     )
+
+
+def find_slots(batch: StepBatch, shape: AttentionShape, chunk: Ints, positions: Ints) -> tuple[Ints, Ints]:
+    """(block * block_size + offset of each token; blocks that a sequence starts in this step and does not fill).
+
+    chunk, positions  [T], each token's chunk and its position in its sequence
+    """
+    size = shape.block_size
+    slots: Ints = batch.block_tables[chunk, positions // size] * size + positions % size
+    ends = batch.starts + batch.lengths
+    begun = (ends % size != 0) & (batch.starts <= ends // size * size)
+    return slots, batch.block_tables[begun, (ends // size)[begun]]

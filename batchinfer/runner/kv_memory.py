@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from batchinfer.attention.backend import AttentionBackend
 from batchinfer.attention.context import LayerCache
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.errors import ConfigError, OutOfMemory
@@ -92,31 +93,21 @@ def resolve_num_blocks(
 def allocate(
     specs: Sequence[AttentionSpec],
     layout: KVLayout,
+    backends: Sequence[AttentionBackend],
     *,
     num_blocks: int,
     block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
 ) -> tuple[tuple[LayerCache, ...], tuple[KVGroup, ...]]:
-    """Caches of all layers, and the groups. Not initialised: attention never reads a slot that was not written."""
+    """Caches of all layers, and the groups. `backends` are by group."""
+    layers = []
     try:
-        layers = tuple(
-            LayerCache(
-                group=group,
-                spec=spec,
-                k_cache=torch.empty(
-                    num_blocks, spec.num_kv_heads, block_size, spec.head_dim, dtype=dtype, device=device
-                ),
-                v_cache=torch.empty(
-                    num_blocks, spec.num_kv_heads, block_size, spec.head_dim, dtype=dtype, device=device
-                ),
-            )
-            for spec, group in zip(specs, layout.group_of_layer, strict=True)
-        )
+        for spec, group in zip(specs, layout.group_of_layer, strict=True):
+            k_cache, v_cache = backends[group].new_caches(num_blocks)
+            layers.append(LayerCache(group=group, spec=spec, k_cache=k_cache, v_cache=v_cache))
     except (RuntimeError, MemoryError) as error:
-        total = num_blocks * bytes_per_block(specs, block_size, dtype)
+        total = num_blocks * bytes_per_block(specs, block_size, backends[0].kv_dtype)
         raise OutOfMemory(
             f"can't allocate {total / 2**30:.1f} GiB of KV cache; lower engine.kv_cache_memory ({error})"
         ) from error
     groups = tuple(KVGroup(num_blocks=num_blocks, block_size=block_size, window=window) for window in layout.windows)
-    return layers, groups
+    return tuple(layers), groups

@@ -11,10 +11,11 @@ from functools import partial
 
 import torch
 from batchinfer_kernels.determinism import instruction_level, prepare
+from batchinfer_kernels.native import library
 from batchinfer_kernels.probe import RowFacts, find_row_rule
 from batchinfer_kernels.table import resolve
 
-from batchinfer.attention.backend import TiledAttention
+from batchinfer.attention.backend import make_attention, why_tiled
 from batchinfer.attention.tiles import product_tiles
 from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError
@@ -69,7 +70,7 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
             "completions may differ between batches"
         )
     ops = resolve("auto", device, rows=row_facts.rule)
-    facts["kernels"] = Fact(ops.backend, "auto")
+    facts["kernels"] = Fact(ops.backend, _kernels_source(ops.backend, device))
     model = load_model(
         files,
         dtype=config.dtype,
@@ -94,7 +95,15 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     facts["max_num_batched_tokens"] = Fact(
         budget, _source("max_num_batched_tokens", config.max_num_batched_tokens, device)
     )
-    block_bytes = bytes_per_block(specs, config.block_size, dtype)
+    layout = KVLayout.of(specs)
+    kv_dtype = dtype
+    sizes = {"block_size": config.block_size, "split_size": config.split_size}
+    group_specs = [specs[layout.group_of_layer.index(group)] for group in range(len(layout.windows))]
+    backends = tuple(make_attention(spec, ops, kv_dtype=kv_dtype, device=device, **sizes) for spec in group_specs)
+    tiled = why_tiled(group_specs[0], ops, kv_dtype=kv_dtype, **sizes)
+    facts["kv_cache_dtype"] = Fact(str(kv_dtype).removeprefix("torch."), "model.dtype")
+    facts["attention"] = Fact(backends[0].name, tiled or "the KV cache's type")
+    block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
     # Engines that share a machine each have some of its cores; each takes that part of its memory.
     share = FREE_SHARE * (min(1.0, threads / max(1, num_cores())) if on_cpu else 1.0)
     num_blocks, source = resolve_num_blocks(
@@ -111,20 +120,7 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     facts["kv_cache_bytes"] = Fact(num_blocks * block_bytes, source)
     facts["block_size"] = Fact(config.block_size, "engine.block_size")
     facts["split_size"] = Fact(config.split_size, "engine.split_size")
-    layout = KVLayout.of(specs)
-    layers, groups = allocate(
-        specs, layout, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, device=device
-    )
-    backends = tuple(
-        TiledAttention(
-            specs[layout.group_of_layer.index(group)],
-            ops,
-            block_size=config.block_size,
-            split_size=config.split_size,
-            device=device,
-        )
-        for group in range(len(groups))
-    )
+    layers, groups = allocate(specs, layout, backends, num_blocks=num_blocks, block_size=config.block_size)
     for name, fact in facts.items():
         _log.info("%s = %s (%s)", name, fact.value, fact.source)
     return LocalRunner(
@@ -161,6 +157,11 @@ def _resolve_threads(wanted: int | None) -> tuple[int, str]:
     if wanted is None:
         return num_cores(), "auto: the cores of this process"
     return wanted, "engine.num_threads"
+
+
+def _kernels_source(backend: str, device: torch.device) -> str:
+    reason = None if device.type != "cpu" or backend == "native" else library.available()
+    return f"auto: native kernels can't be used: {reason}" if reason else f"auto: for {device.type}"
 
 
 def _instruction_fact(device: torch.device) -> Fact:

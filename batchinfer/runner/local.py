@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchinfer.attention.backend import TiledAttention
+from batchinfer.attention.backend import AttentionBackend
 from batchinfer.attention.context import LayerCache, PagedContext
 from batchinfer.errors import EngineError, OutOfMemory
 from batchinfer.models import CausalLM
@@ -49,7 +49,7 @@ class LocalRunner:
         *,
         layers: tuple[LayerCache, ...],
         kv_groups: tuple[KVGroup, ...],
-        backends: tuple[TiledAttention, ...],
+        backends: tuple[AttentionBackend, ...],
         device: torch.device,
         max_model_len: int,
         max_num_seqs: int,

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels import cpu, reference
+from batchinfer_kernels.native import library, rope
 from batchinfer_kernels.probe import STRICT, RowRule
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "native")
 
 
 class Linear(Protocol):
@@ -52,12 +53,13 @@ class Ops:
 def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: RowRule = STRICT) -> Ops:
     """The table for a backend on a device. `rows` says how products keep independent of their number of rows.
 
-    "auto" is the fastest backend that the device has. Raises ValueError for a backend that does not exist.
+    "auto" is the fastest backend that the device has. Raises ValueError for a backend that does not exist, and
+    NativeUnavailable for "native" where it can't be used.
     """
-    if backend == "auto":
-        backend = "cpu"  # plain torch: right on every device, fast on the CPU
+    kind = torch.device(device).type
+    if backend == "auto":  # "cpu" is plain torch: right on every device
+        backend = "native" if kind == "cpu" and library.available() is None else "cpu"
     if backend not in BACKENDS:
-        kind = torch.device(device).type
         raise ValueError(f"kernel backend {backend!r} does not exist for {kind}; there are: {', '.join(BACKENDS)}")
     if backend == "reference":
         return Ops(
@@ -71,6 +73,8 @@ def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: 
             silu_and_mul=reference.silu_and_mul,
             kv_write=reference.kv_write,
         )
+    if backend == "native":
+        library.load()
     return Ops(
         backend=backend,
         row_rule=rows,
@@ -78,7 +82,7 @@ def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: 
         embedding=reference.embedding,
         rms_norm=reference.rms_norm,
         add_rms_norm=cpu.add_rms_norm,
-        rope=cpu.rope,
+        rope=rope.rope if backend == "native" else cpu.rope,
         silu_and_mul=cpu.silu_and_mul,
         kv_write=cpu.kv_write,
     )

@@ -7,12 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from batchinfer_kernels import cpu, reference
+from batchinfer_kernels.native import library
 from batchinfer_kernels.probe import RULES, find_row_rule
 from batchinfer_kernels.table import resolve
 from torch import Tensor
 
 ROWS = (1, 2, 3, 4, 5, 7, 16, 33, 64)
 DEMO_SHAPES = ((960, 576), (3072, 576), (576, 1536))  # products of SmolLM2-135M
+
+
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(library.available() is not None, reason="no C kernels here"))
 
 
 @pytest.fixture(params=(1, 2), ids=("1 thread", "2 threads"))
@@ -102,7 +106,7 @@ def test_norms_and_gate_equal_float64(backend: str) -> None:
     assert (ops.silu_and_mul(x.clone()) - gate / (1 + torch.exp(-gate)) * up).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", NATIVE])
 def test_rope_turns_pairs_and_leaves_the_rest(backend: str) -> None:
     q, k = normal(5, 3, 16), normal(5, 1, 16, seed=1)
     angles = torch.arange(5)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
@@ -113,6 +117,23 @@ def test_rope_turns_pairs_and_leaves_the_rest(backend: str) -> None:
         assert (after[..., :4] - expected.real).abs().max() < 1e-6
         assert (after[..., 4:8] - expected.imag).abs().max() < 1e-6
         assert torch.equal(after[..., 8:], before[..., 8:])
+
+
+@pytest.mark.skipif(library.available() is not None, reason="no C kernels here")
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_native_rope_gives_the_bytes_of_the_plain_one_within_a_wider_product(tokens: int, threads: int) -> None:
+    product = normal(tokens, 15 * 64)
+    cos, sin = normal(tokens, 24, seed=1), normal(tokens, 24, seed=2)
+
+    def turned(backend: str) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.view(tokens, -1, 64) for x in product.clone().split([576, 192, 192], -1))
+        before = v.clone()
+        q, k = resolve(backend).rope(q, k, cos, sin)
+        assert torch.equal(v, before)
+        return q, k
+
+    for got, expected in zip(turned("native"), turned("cpu"), strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -172,5 +193,5 @@ def test_reference_attention_in_splits_equals_float64() -> None:
 
 
 def test_a_backend_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'quantum' does not exist for cpu; there are: reference, cpu"):
+    with pytest.raises(ValueError, match=r"'quantum' does not exist for cpu; there are: reference, cpu, native"):
         resolve("quantum")

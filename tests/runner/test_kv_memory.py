@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from batchinfer_kernels.table import resolve
 
+from batchinfer.attention.backend import make_attention
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.errors import ConfigError
 from batchinfer.runner.kv_memory import KVLayout, allocate, bytes_per_block, free_memory, resolve_num_blocks
@@ -52,11 +54,15 @@ def test_layers_are_grouped_by_window_and_share_nothing_else() -> None:
     layout = KVLayout.of(specs)
     assert layout == KVLayout(group_of_layer=(0, 1, 0), windows=(None, 8))
     assert bytes_per_block(specs, 16, torch.bfloat16) == 3 * 2 * 3 * 64 * 16 * 2
-    layers, groups = allocate(
-        specs, layout, num_blocks=5, block_size=16, dtype=torch.float32, device=torch.device("cpu")
-    )
+    device, ops = torch.device("cpu"), resolve("cpu")
+    backends = [
+        make_attention(spec, ops, kv_dtype=torch.bfloat16, block_size=16, split_size=256, device=device)
+        for spec in specs[:2]
+    ]
+    layers, groups = allocate(specs, layout, backends, num_blocks=5, block_size=16)
     assert [g.window for g in groups] == [None, 8]
     assert {layer.k_cache.shape for layer in layers} == {(5, 3, 16, 64)}
+    assert {layer.v_cache.dtype for layer in layers} == {torch.bfloat16}
     assert len({layer.v_cache.data_ptr() for layer in layers}) == 3
 
 

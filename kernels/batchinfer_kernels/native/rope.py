@@ -17,7 +17,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     """`reference.rope`; overwrites q and k, whose tokens may lie apart (parts of a wider product)."""
     if q.dtype != torch.float32 or not (_heads_are_dense(q) and _heads_are_dense(k)):
         return cpu.rope(q, k, cos, sin)
-    assert cos.is_contiguous() and sin.is_contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
     _function()(
         *(x.data_ptr() for x in (q, k, cos, sin)),
         q.shape[0],

@@ -1,0 +1,210 @@
+"""Attention in C over a KV cache in bfloat16 that is packed for 512-bit registers: `reference.split_attention`.
+
+A block has LANES tokens. Its keys of one head are [D / 2, LANES, 2]: a register holds two neighbouring dimensions of
+all tokens. Its values are [LANES / 2, D, 2]: a register holds 16 dimensions of two neighbouring tokens. `pack_keys`
+and `pack_values` say so in torch; `attention.c` writes and reads the caches.
+
+A `TileStep` says what is attended to, for all layers of a step; `attend` runs one layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from batchinfer_kernels.native import library
+
+LANES = 16
+MAX_SPLIT = 1024
+MAX_HEAD_DIM = 256
+
+Ints = npt.NDArray[np.int64]
+
+_ARRAYS = (
+    "tile_start",
+    "tile_count",
+    "tile_chunk",
+    "tile_split",
+    "members",
+    "items",
+    "positions",
+    "block_tables",
+    "entry",
+    "several",
+    "slots",
+    "fresh_blocks",
+)
+_COUNTS = ("num_tokens", "num_items", "num_several", "num_fresh", "table_width")
+_SHAPE = ("num_heads", "num_kv_heads", "head_dim", "split_size", "window")
+
+
+class _Step(ctypes.Structure):
+    """`struct step`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        *((name, ctypes.c_int64) for name in (*_COUNTS, *_SHAPE)),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    """`struct layer`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "out", "part", "part_top_sum")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    ]
+
+
+class TileStep:
+    """What the C code is told about a step; all arrays are int64.
+
+    tile_*         per tile: where its queries stand in members, how many, the row of block_tables through which its
+                   split is found, and the split's number
+    members        tokens of all tiles
+    items          tile * num_kv_heads + KV head, in the order in which they are begun
+    positions      per token
+    block_tables   [chunks, width]
+    entry          per token: its first row of partial results (one for each split that it sees, in order), or -1
+                   where it sees one split only
+    several        tokens whose entry is not -1
+    slots          per token: block * LANES + offset, where its key and value are stored
+    fresh_blocks   blocks whose values are cleared first
+    num_entries    rows of partial results
+    """
+
+    def __init__(
+        self,
+        *,
+        num_entries: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        split_size: int,
+        window: int | None,
+        **arrays: Ints,
+    ) -> None:
+        assert set(arrays) == set(_ARRAYS)
+        self.num_entries = num_entries
+        self.arrays = {name: np.ascontiguousarray(array, dtype=np.int64) for name, array in arrays.items()}
+        self.struct = _Step(
+            **{name: array.ctypes.data for name, array in self.arrays.items()},
+            num_tokens=len(arrays["positions"]),
+            num_items=len(arrays["items"]),
+            num_several=len(arrays["several"]),
+            num_fresh=len(arrays["fresh_blocks"]),
+            table_width=arrays["block_tables"].shape[1],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            split_size=split_size,
+            window=window or 0,
+        )
+
+    @property
+    def num_tiles(self) -> int:
+        return len(self.arrays["tile_start"])
+
+
+def unsuited(*, head_dim: int, block_size: int, split_size: int) -> str | None:
+    """Why attention of these sizes can't run here, or None."""
+    if head_dim % LANES or head_dim > MAX_HEAD_DIM:
+        return f"head_dim {head_dim} is not a multiple of {LANES} up to {MAX_HEAD_DIM}"
+    if block_size != LANES:
+        return f"block_size is {block_size}, not {LANES}"
+    if split_size % LANES or split_size > MAX_SPLIT:
+        return f"split_size {split_size} is not a multiple of {LANES} up to {MAX_SPLIT}"
+    return library.available()
+
+
+def cache_shapes(num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the key and value caches, both bfloat16."""
+    return (
+        (num_blocks, num_kv_heads, head_dim // 2, LANES, 2),
+        (num_blocks, num_kv_heads, LANES // 2, head_dim, 2),
+    )
+
+
+def pack_keys(keys: Tensor) -> Tensor:
+    """[B, Hk, LANES, D] to [B, Hk, D / 2, LANES, 2]."""
+    return keys.view(*keys.shape[:3], -1, 2).transpose(2, 3).contiguous()
+
+
+def pack_values(values: Tensor) -> Tensor:
+    """[B, Hk, LANES, D] to [B, Hk, LANES / 2, D, 2]."""
+    return values.view(*values.shape[:2], -1, 2, values.shape[3]).transpose(3, 4).contiguous()
+
+
+def unpack_keys(cache: Tensor) -> Tensor:
+    """`pack_keys` undone."""
+    return cache.transpose(2, 3).flatten(3).contiguous()
+
+
+def unpack_values(cache: Tensor) -> Tensor:
+    """`pack_values` undone."""
+    return cache.transpose(3, 4).flatten(2, 3).contiguous()
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    partial: Tensor,
+    step: TileStep,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> None:
+    """Stores k, v float32 [T, Hk, D] and writes attention of q float32 [T, Hq, D] to out float32 [T, Hq, D].
+
+    Tokens of q, k and v may lie apart (parts of a wider product), each one's heads may not. `partial` is float32
+    scratch of at least `partial_size` numbers. Runs in torch.get_num_threads() threads.
+    """
+    shape = step.struct
+    assert out.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert k_cache.dtype == v_cache.dtype == torch.bfloat16
+    assert all(x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, k, v))
+    assert partial.numel() >= partial_size(step) and q.shape[0] == shape.num_tokens
+    # Scores in units of log 2, so that weights are powers of two; under a softcap that comes after it.
+    in_bits = math.log2(math.e)
+    layer = _Layer(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        q_stride=q.stride(0),
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+        k_cache=k_cache.data_ptr(),
+        v_cache=v_cache.data_ptr(),
+        out=out.data_ptr(),
+        part=partial.data_ptr(),
+        part_top_sum=partial[step.num_entries * shape.num_heads * shape.head_dim :].data_ptr(),
+        scale=scale * in_bits if softcap is None else scale / softcap,
+        softcap=0.0 if softcap is None else softcap * in_bits,
+    )
+    _function()(ctypes.byref(shape), ctypes.byref(layer), torch.get_num_threads())
+
+
+def partial_size(step: TileStep) -> int:
+    """Numbers that partial results take: values, and a highest score and a sum of weights."""
+    return int(step.num_entries * step.struct.num_heads * (step.struct.head_dim + 2))
+
+
+@cache
+def _function() -> Any:
+    function = library.load().batchinfer_attention
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+    function.restype = None
+    return function
