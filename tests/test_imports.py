@@ -34,24 +34,25 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "metrics": (BASE, set()),
     "scheduling": (BASE, set()),
     "modelfiles": (BASE, {"gguf", "huggingface_hub", "numpy"}),
+    "arithmetic": (BASE | {"modelfiles", "kernels"}, set()),
     "text": (BASE | {"modelfiles"}, {"tokenizers", "jinja2"}),
     "data": (BASE, {"pyarrow", "fsspec", "datasets", "numpy", "zstandard"}),
-    "job": (BASE | {"data", "text", "modelfiles"}, {"pydantic", "pydantic_core", "yaml", "numpy"}),
+    "job": (BASE | {"data", "text", "modelfiles", "arithmetic"}, {"pydantic", "pydantic_core", "yaml", "numpy"}),
     "weights": (BASE | {"modelfiles"}, {"torch", "safetensors", "gguf", "numpy"}),
     "quant": (BASE | {"kernels", "modelfiles"}, {"torch"}),
     "attention": (BASE | {"kernels"}, {"torch", "numpy"}),
     "layers": (BASE | {"kernels", "quant", "attention", "weights", "modelfiles"}, {"torch"}),
-    "models": (BASE | {"kernels", "quant", "attention", "layers", "weights", "modelfiles"}, {"torch"}),
+    "models": (BASE | {"arithmetic", "kernels", "quant", "attention", "layers", "weights", "modelfiles"}, {"torch"}),
     "runner": (
-        BASE | {"kernels", "quant", "attention", "layers", "models", "weights", "modelfiles"},
+        BASE | {"arithmetic", "kernels", "quant", "attention", "layers", "models", "weights", "modelfiles"},
         {"torch", "numpy"},
     ),
     "engine": (BASE | {"scheduling", "runner", "text", "modelfiles", "models", "kernels"}, set()),
     "cluster": (
-        BASE | {"engine", "scheduling", "job", "data", "text", "modelfiles", "kernels"},
+        BASE | {"engine", "scheduling", "job", "data", "text", "modelfiles", "arithmetic", "kernels"},
         {"dask", "distributed", "numpy", "pyarrow", "psutil"},
     ),
-    "cli": (BASE | {"cluster", "job", "data", "modelfiles", "text"}, {"click", "rich"}),
+    "cli": (BASE | {"cluster", "job", "data", "modelfiles", "arithmetic", "text"}, {"click", "rich"}),
 }
 KERNELS: set[str] = {"torch", "numpy", "triton"}
 

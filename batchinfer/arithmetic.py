@@ -1,0 +1,183 @@
+"""Which arithmetic a model runs in: dtype, quantization, KV cache, kernels; what is "auto" is resolved from facts.
+
+The one rule for jobs, where it is applied once, at the first submit, and for `LLM`. No torch: planning a job asks as
+well. Not for sizes, which change no bytes (`runner.load`), nor for how weights are quantized (`quant`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer_kernels import determinism
+from batchinfer_kernels.native import outlook
+
+from batchinfer.errors import ConfigError
+from batchinfer.modelfiles import ModelFiles
+
+USER = "user"
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8")
+KERNELS = ("native", "cpu", "reference")
+# Named by the field's users, and refused by name until they are there.
+PLANNED = {"quantization": ("int4", "fp8"), "kv_cache_dtype": ("int8", "fp8")}
+VNNI = "this CPU has AVX-512 VNNI"
+AUTO_INT8 = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What of a machine decides how its CPU computes.
+
+    vector_level     of float32: `determinism.instruction_level`
+    product_level    of int8 and bfloat16: `determinism.product_level`
+    obstacle, mend   why native kernels can't be used, and what would help; None where they can, or where nothing would
+    """
+
+    vector_level: str
+    product_level: str
+    obstacle: str | None = None
+    mend: str | None = None
+
+
+def this_machine() -> Machine:
+    found = outlook.obstacle()
+    return Machine(
+        vector_level=determinism.instruction_level(),
+        product_level=determinism.product_level(),
+        obstacle=None if found is None else found.reason,
+        mend=None if found is None else found.mend,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """All that is resolved; each value's name is a key of `sources`, which say "user" or "auto: " and why.
+
+    instruction_level   None where it decides nothing (a GPU's is known when the engine is built)
+    degraded            what is slower than it could be here, and how to mend it; None where nothing is
+    """
+
+    dtype: str
+    quantization: str
+    kv_cache_dtype: str
+    kernels: str
+    instruction_level: str | None
+    sources: Mapping[str, str]
+    degraded: str | None = None
+
+    def __str__(self) -> str:
+        weights = self.dtype if self.quantization == "none" else self.quantization
+        return f"{weights}, KV cache {self.kv_cache_dtype}, {self.kernels} kernels"
+
+
+def resolve_arithmetic(
+    files: ModelFiles,
+    machine: Machine,
+    *,
+    dtype: str = "auto",
+    quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
+    kernels: str = "auto",
+    device: str = "auto",
+) -> Arithmetic:
+    """Each option as the user wrote it, or "auto". Raises ConfigError for what is not there or does not go together."""
+    _check("model.quantization", quantization, QUANTIZATIONS)
+    _check("model.kv_cache_dtype", kv_cache_dtype, DTYPES)
+    _check("engine.kernels", kernels, KERNELS)
+    values: dict[str, str] = {}
+    sources: dict[str, str] = {}
+
+    def put(name: str, wanted: str, auto: tuple[str, str]) -> str:
+        values[name], sources[name] = auto if wanted == "auto" else (wanted, USER)
+        return values[name]
+
+    on_cpu = device in ("auto", "cpu")
+    chosen, source = resolve_dtype(dtype, files.config, on_cpu=on_cpu)
+    values["dtype"], sources["dtype"] = chosen, USER if dtype != "auto" else source
+    if files.kind == "fake":
+        values["kernels"], sources["kernels"] = "fake", "model"
+        put("quantization", quantization, ("none", "auto: a fake model"))
+        put("kv_cache_dtype", kv_cache_dtype, (chosen, "auto: model.dtype"))
+        return Arithmetic(**values, instruction_level=None, sources=sources | {"instruction_level": "model"})
+    used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else ("cpu", "auto: plain torch"))
+    if kernels == "native" and machine.obstacle is not None:
+        raise ConfigError(f"engine.kernels native can't be used here: {_with_mend(machine)}; or use auto")
+    scheme = put("quantization", quantization, _auto_quantization(dtype, used, sources["kernels"]))
+    if scheme == "int8" and dtype not in ("auto", "float32"):
+        raise ConfigError(
+            f"model.dtype {dtype} and model.quantization int8 don't go together: what is not int8 is computed in "
+            "float32; leave model.dtype out"
+        )
+    if scheme == "int8" and not on_cpu:
+        values["dtype"], sources["dtype"] = "float32", "auto: model.quantization is int8"
+    native_int8 = scheme == "int8" and used == "native"
+    put(
+        "kv_cache_dtype",
+        kv_cache_dtype,
+        ("bfloat16", "auto: with int8") if native_int8 else (values["dtype"], "auto: model.dtype"),
+    )
+    level = _level(machine, used, scheme, values["dtype"]) if on_cpu else None
+    sources["instruction_level"] = "auto: this CPU" if on_cpu else "device"
+    degraded = None
+    if (
+        on_cpu
+        and kernels == "auto"
+        and machine.mend is not None
+        and (scheme == "int8" or dtype == quantization == "auto")
+    ):
+        instead = "int8 is computed by torch" if scheme == "int8" else "everything is computed in float32, not in int8"
+        degraded = f"{VNNI}, but {machine.obstacle}: {instead}, which is much slower; {machine.mend}"
+    return Arithmetic(**values, instruction_level=level, sources=sources, degraded=degraded)
+
+
+def resolve_dtype(dtype: str, config: Mapping[str, Any], *, on_cpu: bool) -> tuple[str, str]:
+    """(name of the dtype, where it came from). "auto" is float32 on the CPU, the checkpoint's own type elsewhere."""
+    if dtype in DTYPES:
+        return dtype, "model.dtype"
+    if dtype != "auto":
+        raise ConfigError(f"model.dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    if on_cpu:
+        return "float32", "auto: float32 on the CPU"
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    if stored in ("float16", "bfloat16"):
+        return stored, f"auto: the checkpoint's {stored}"
+    # Not float16: a model that was not trained in it may overflow.
+    return "bfloat16", "auto: bfloat16 on GPUs"
+
+
+def _check(key: str, value: str, known: tuple[str, ...]) -> None:
+    if value == "auto" or value in known:
+        return
+    if value in PLANNED.get(key.partition(".")[2], ()):
+        raise ConfigError(f"{key}: {value!r} is planned and not there yet; use auto, {' or '.join(known)}")
+    raise ConfigError(f"{key} must be auto, {' or '.join(known)}, got {value!r}")
+
+
+def _auto_kernels(machine: Machine) -> tuple[str, str]:
+    if machine.obstacle is None:
+        return "native", f"auto: {VNNI}"
+    return "cpu", f"auto: native kernels can't be used here: {machine.obstacle}"
+
+
+def _auto_quantization(dtype: str, kernels: str, kernels_source: str) -> tuple[str, str]:
+    """A dtype that is given is the arithmetic that the user asked for."""
+    if dtype != "auto":
+        return "none", "auto: model.dtype is given"
+    if kernels == "native" and AUTO_INT8:
+        return "int8", f"auto: {VNNI}"
+    return "none", f"auto: engine.kernels is {kernels}" if kernels_source == USER else kernels_source
+
+
+def _level(machine: Machine, kernels: str, quantization: str, dtype: str) -> str:
+    """What of the processor's abilities decides bytes: float32 in torch is the same on all that have AVX-512."""
+    if kernels != "native" and quantization == "none" and dtype == "float32":
+        return machine.vector_level
+    if kernels == "native" and dtype == "float32" and machine.product_level == "amx":
+        return "avx512_bf16"  # the C files do not use more than that
+    return machine.product_level
+
+
+def _with_mend(machine: Machine) -> str:
+    return str(machine.obstacle) if machine.mend is None else f"{machine.obstacle}; {machine.mend}"

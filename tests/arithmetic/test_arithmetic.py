@@ -1,0 +1,150 @@
+"""What "auto" becomes for a model on a machine, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer import arithmetic
+from batchinfer.arithmetic import Arithmetic, Machine, resolve_arithmetic, this_machine
+from batchinfer.errors import ConfigError
+from batchinfer.modelfiles import ModelFiles, TokenizerFiles, open_model
+
+MEND = "install gcc"
+SUITED = Machine(vector_level="avx512", product_level="avx512_bf16")
+NO_COMPILER = Machine(vector_level="avx512", product_level="avx512_vnni", obstacle="no C compiler", mend=MEND)
+OLDER = Machine(vector_level="avx2", product_level="avx2", obstacle="this processor lacks avx512f")
+
+
+@pytest.fixture(autouse=True)
+def int8_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "AUTO_INT8", True)
+
+
+def resolved(machine: Machine, *, stored: str = "bfloat16", **options: Any) -> Arithmetic:
+    config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": stored}
+    files = ModelFiles(
+        name="m", kind="hf", root=Path("m"), config=config, tokenizer=TokenizerFiles(kind="tokenizer_json")
+    )
+    return resolve_arithmetic(files, machine, **options)
+
+
+def values(found: Arithmetic) -> tuple[str, str, str, str, str | None]:
+    return found.dtype, found.quantization, found.kv_cache_dtype, found.kernels, found.instruction_level
+
+
+INT8 = ("float32", "int8", "bfloat16", "native", "avx512_bf16")
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "expected"),
+    [
+        (SUITED, {}, INT8),
+        (SUITED, {"quantization": "int8"}, INT8),
+        (SUITED, {"quantization": "int8", "dtype": "float32"}, INT8),
+        (SUITED, {"kv_cache_dtype": "float32"}, ("float32", "int8", "float32", "native", "avx512_bf16")),
+        (SUITED, {"quantization": "none"}, ("float32", "none", "float32", "native", "avx512_bf16")),
+        # A dtype that is given is what was asked for.
+        (SUITED, {"dtype": "float32"}, ("float32", "none", "float32", "native", "avx512_bf16")),
+        (SUITED, {"dtype": "bfloat16"}, ("bfloat16", "none", "bfloat16", "native", "avx512_bf16")),
+        (SUITED, {"dtype": "float16"}, ("float16", "none", "float16", "native", "avx512_bf16")),
+        (SUITED, {"kernels": "cpu"}, ("float32", "none", "float32", "cpu", "avx512")),
+        (SUITED, {"kernels": "cpu", "quantization": "int8"}, ("float32", "int8", "float32", "cpu", "avx512_bf16")),
+        (SUITED, {"kernels": "reference"}, ("float32", "none", "float32", "reference", "avx512")),
+        (NO_COMPILER, {}, ("float32", "none", "float32", "cpu", "avx512")),
+        (NO_COMPILER, {"quantization": "int8"}, ("float32", "int8", "float32", "cpu", "avx512_vnni")),
+        (OLDER, {}, ("float32", "none", "float32", "cpu", "avx2")),
+        (OLDER, {"dtype": "bfloat16"}, ("bfloat16", "none", "bfloat16", "cpu", "avx2")),
+        (SUITED, {"device": "cuda"}, ("bfloat16", "none", "bfloat16", "cpu", None)),
+        (SUITED, {"device": "cuda:1", "quantization": "int8"}, ("float32", "int8", "float32", "cpu", None)),
+    ],
+)
+def test_what_auto_becomes(machine: Machine, options: dict[str, str], expected: tuple[Any, ...]) -> None:
+    found = resolved(machine, **options)
+    assert values(found) == expected
+    assert found.sources.keys() == {"dtype", "quantization", "kv_cache_dtype", "kernels", "instruction_level"}
+    for name, source in found.sources.items():
+        if name != "instruction_level":
+            assert (source == "user") == (name in options)
+    # Frozen and resolved again, as a job that goes on, it is the same.
+    again = {name: getattr(found, name) for name in ("dtype", "quantization", "kv_cache_dtype", "kernels")}
+    assert values(resolved(machine, device=options.get("device", "auto"), **again)) == expected
+
+
+def test_the_level_counts_only_where_bytes_follow_it() -> None:
+    """float32 through torch is the same on all processors with AVX-512; the C files use no more than AVX512_BF16."""
+    amx = Machine(vector_level="avx512", product_level="amx")
+    assert resolved(amx, kernels="cpu").instruction_level == resolved(SUITED, kernels="cpu").instruction_level
+    assert resolved(amx).instruction_level == resolved(SUITED).instruction_level
+    assert resolved(amx, dtype="bfloat16").instruction_level == "amx"
+
+
+def test_sources_say_why() -> None:
+    assert resolved(SUITED).sources["quantization"] == "auto: this CPU has AVX-512 VNNI"
+    assert resolved(SUITED, dtype="bfloat16").sources["quantization"] == "auto: model.dtype is given"
+    assert resolved(SUITED, kernels="cpu").sources["quantization"] == "auto: engine.kernels is cpu"
+    assert resolved(OLDER).sources["quantization"].endswith("can't be used here: this processor lacks avx512f")
+    assert str(resolved(SUITED)) == "int8, KV cache bfloat16, native kernels"
+    assert str(resolved(OLDER)) == "float32, KV cache float32, cpu kernels"
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "says"),
+    [
+        (NO_COMPILER, {}, "not in int8"),
+        (NO_COMPILER, {"quantization": "int8"}, "int8 is computed by torch"),
+        (NO_COMPILER, {"quantization": "none"}, None),
+        (NO_COMPILER, {"dtype": "float32"}, None),
+        (NO_COMPILER, {"kernels": "cpu"}, None),
+        (NO_COMPILER, {"device": "cuda"}, None),
+        (OLDER, {}, None),  # nothing would help
+        (SUITED, {}, None),
+    ],
+)
+def test_what_could_be_faster_is_said_with_how_to_mend_it(
+    machine: Machine, options: dict[str, str], says: str | None
+) -> None:
+    degraded = resolved(machine, **options).degraded
+    if says is None:
+        assert degraded is None
+    else:
+        assert degraded is not None
+        assert "AVX-512 VNNI, but no C compiler" in degraded and says in degraded and degraded.endswith(MEND)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"quantization": "int4"}, r"model\.quantization: 'int4' is planned and not there yet; use auto, none or int8"),
+        ({"quantization": "fp8"}, "planned"),
+        ({"quantization": "awq"}, r"model\.quantization must be auto, none or int8, got 'awq'"),
+        ({"kv_cache_dtype": "int8"}, r"model\.kv_cache_dtype: 'int8' is planned"),
+        ({"kv_cache_dtype": "half"}, r"model\.kv_cache_dtype must be auto, float32 or bfloat16 or float16"),
+        ({"kernels": "triton"}, r"engine\.kernels must be auto"),
+        ({"dtype": "half"}, r"model\.dtype must be auto"),
+        ({"dtype": "bfloat16", "quantization": "int8"}, "don't go together"),
+    ],
+)
+def test_what_is_refused(options: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolved(SUITED, **options)
+
+
+def test_kernels_that_were_asked_for_and_can_not_be_had() -> None:
+    with pytest.raises(ConfigError, match="can't be used here: no C compiler; install gcc; or use auto"):
+        resolved(NO_COMPILER, kernels="native")
+    with pytest.raises(ConfigError, match="can't be used here: this processor lacks avx512f; or use auto"):
+        resolved(OLDER, kernels="native")
+
+
+def test_a_fake_model_computes_nothing() -> None:
+    found = resolve_arithmetic(open_model("fake://hash"), SUITED)
+    assert (found.quantization, found.kernels, found.instruction_level) == ("none", "fake", None)
+
+
+def test_this_machine() -> None:
+    found = this_machine()
+    assert found.product_level.startswith(found.vector_level)
+    assert found.obstacle is not None or found.product_level.startswith("avx512_")
