@@ -2,13 +2,15 @@
 
 Weights are packed once, after loading, into panels of PANEL output features; `int8.c` says how a panel lies in memory.
 `pack` returns, as tensors: "values", "scales" and "offsets" of the features that are kept as bytes, "plain" of those
-in bfloat16, and "features", how many of each there are.
+in bfloat16, and "features", how many of each there are. A layer that is all bfloat16, a language model's head, gets
+bytes as well, with "lengths" and "errors", for `argmax` (see `shortlist.c`).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,7 +23,8 @@ from batchinfer_kernels.native import library
 
 PANEL = 32
 HALF = PANEL // 2
-_LARGEST_BYTES = PANEL * 8 + 4
+# `struct shortlist` and `struct spread`.
+_LIST_BYTES, _SPREAD_BYTES = 12 + 504 * 8, 8
 
 
 class _Rows(ctypes.Structure):
@@ -54,6 +57,8 @@ class NativeInt8:
             wide = _whole(plain.to(torch.bfloat16), PANEL, GROUP)
             panels = wide.view(-1, 2, HALF, wide.shape[1] // 2, 2)
             packed["plain"] = panels.permute(0, 3, 1, 2, 4).contiguous()
+            if values is None:
+                packed |= _pack_shortlist(wide)
         return packed
 
     def pack_gated(
@@ -112,22 +117,47 @@ class NativeInt8:
         return rows
 
     def argmax(self, x: QuantizedRows, packed: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        if "lengths" not in packed:
+            y = self.linear(x, packed, None, None)
+            return y.argmax(-1), y.isfinite().all(-1)
+        assert x.plain is not None
+        if not x.values.numel():
+            x = replace(self.quantize(x.plain.float()), plain=x.plain)
         threads = torch.get_num_threads()
-        size = _LARGEST_BYTES * threads * len(x)
+        size = (_LIST_BYTES * threads + _SPREAD_BYTES) * len(x)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         index = torch.empty(len(x), dtype=torch.int64)
         finite = torch.empty(len(x), dtype=torch.bool)
-        _functions().batchinfer_int8_argmax(
+        _functions().batchinfer_largest(
             _rows(x),
             len(x),
             _packed(packed),
+            packed["lengths"].data_ptr(),
+            packed["errors"].data_ptr(),
             index.data_ptr(),
             finite.data_ptr(),
             self._scratch.data_ptr(),
             threads,
         )
         return index, finite
+
+
+def _pack_shortlist(plain: Tensor) -> dict[str, Tensor]:
+    """plain bfloat16 [N, K], whole panels and groups."""
+    features, width = plain.shape
+    sides = (features // PANEL, width // GROUP, PANEL)
+    packed = {
+        "values": torch.empty(features // PANEL, width // 4, 2, HALF, 4, dtype=torch.int8),
+        "scales": torch.empty(sides),
+        "offsets": torch.empty(sides, dtype=torch.int32),
+        "lengths": torch.empty(features),
+        "errors": torch.empty(features),
+    }
+    _functions().batchinfer_pack_shortlist(
+        plain.data_ptr(), features, width, *(x.data_ptr() for x in packed.values()), torch.get_num_threads()
+    )
+    return packed
 
 
 def _pack_bytes(values: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -199,7 +229,8 @@ def _functions() -> Any:
         "batchinfer_rms_norm_quantize": [pointer, pointer, ctypes.c_float, number, number, rows, ctypes.c_int],
         "batchinfer_int8_linear": [rows, number, packed, pointer, pointer, ctypes.c_int, ctypes.c_int],
         "batchinfer_int8_gated": [rows, number, packed, pointer, rows, ctypes.c_int],
-        "batchinfer_int8_argmax": [rows, number, packed, pointer, pointer, pointer, ctypes.c_int],
+        "batchinfer_pack_shortlist": [pointer, number, number, *[pointer] * 5, ctypes.c_int],
+        "batchinfer_largest": [rows, number, packed, *[pointer] * 5, ctypes.c_int],
     }.items():
         getattr(found, name).argtypes = types
         getattr(found, name).restype = None

@@ -1,0 +1,150 @@
+/* Packed weights, and the product of one panel of them with a few rows of activations.
+ *
+ * Weights lie in panels of PANEL output features, so that a register holds what one instruction multiplies:
+ *   bytes      [panels][width / 4][2][16][4]  with scales [panels][groups][PANEL] and, of the same shape, minus the sum
+ *              of a group's bytes, which the zeros of the activations are multiplied by
+ *   bfloat16   [panels][width / 2][2][16][2]
+ * Sums of bytes are exact. All else is one chain of operations for each output number, in the order of k, whatever
+ * the number of rows: rows are worked on ROWS at a time only because that many sums fit in registers.
+ */
+
+#ifndef BATCHINFER_PANELS_H
+#define BATCHINFER_PANELS_H
+
+#include <stddef.h>
+#include <string.h>
+
+#include "quantize.h"
+
+enum { ROWS = 6, PANEL = 32, ROW_BLOCK = 192 };
+
+struct packed {
+    const int8_t *values;
+    const float *scales;
+    const int32_t *offsets;
+    const uint16_t *plain;
+    long width;          /* of a row of activations, padded to a multiple of GROUP */
+    long num_values;     /* output features that are kept as bytes */
+    long num_plain;      /* and, behind them, as bfloat16 */
+};
+
+INLINE int32_t four_bytes(const void *at)
+{
+    int32_t word;
+    memcpy(&word, at, 4);
+    return word;
+}
+
+/* ---- One panel's columns for up to ROWS rows ---- */
+
+INLINE void multiply_bytes(const int rows, const struct quantized *x, long t, const struct packed *w, long panel,
+                           __m512 result[ROWS][2])
+{
+    __m512 sum[ROWS][2]; /* registers, which the result, in memory, is not */
+    const long groups = w->width / GROUP;
+    const uint8_t *values = x->values + t * w->width;
+    const float *scales = x->scales + t * groups;
+    const int32_t *zeros = x->zeros + t * groups;
+    const int8_t *weights = w->values + panel * w->width * PANEL;
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+        sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    for (long g = 0; g < groups; g++) {
+        const long side = (panel * groups + g) * PANEL;
+        __m512i whole[ROWS][2];
+        const __m512i offset0 = _mm512_loadu_si512(w->offsets + side);
+        const __m512i offset1 = _mm512_loadu_si512(w->offsets + side + 16);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            /* Both factors fit 16 bits, and a zero has nothing in its upper half. */
+            const __m512i zero = _mm512_set1_epi32(zeros[r * groups + g]);
+            whole[r][0] = _mm512_madd_epi16(zero, offset0);
+            whole[r][1] = _mm512_madd_epi16(zero, offset1);
+        }
+        const uint8_t *from = values + g * GROUP;
+        for (int k = 0; k < GROUP; k += 4) {
+            const __m512i weight0 = _mm512_loadu_si512(weights), weight1 = _mm512_loadu_si512(weights + 64);
+            weights += 4 * PANEL;
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                const __m512i four = _mm512_set1_epi32(four_bytes(from + r * w->width + k));
+                whole[r][0] = _mm512_dpbusd_epi32(whole[r][0], four, weight0);
+                whole[r][1] = _mm512_dpbusd_epi32(whole[r][1], four, weight1);
+            }
+        }
+        const __m512 scale0 = _mm512_loadu_ps(w->scales + side), scale1 = _mm512_loadu_ps(w->scales + side + 16);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const __m512 scale = _mm512_set1_ps(scales[r * groups + g]);
+            sum[r][0] = _mm512_fmadd_ps(scale, _mm512_mul_ps(_mm512_cvtepi32_ps(whole[r][0]), scale0), sum[r][0]);
+            sum[r][1] = _mm512_fmadd_ps(scale, _mm512_mul_ps(_mm512_cvtepi32_ps(whole[r][1]), scale1), sum[r][1]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        result[r][0] = sum[r][0];
+        result[r][1] = sum[r][1];
+    }
+}
+
+INLINE void multiply_plain(const int rows, const struct quantized *x, long t, const struct packed *w, long panel,
+                           __m512 result[ROWS][2])
+{
+    __m512 sum[ROWS][2]; /* registers, which the result, in memory, is not */
+    const uint16_t *values = x->plain + t * w->width;
+    const uint16_t *weights = w->plain + panel * w->width * PANEL;
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+        sum[r][0] = sum[r][1] = _mm512_setzero_ps();
+    for (long k = 0; k < w->width; k += 2) {
+        const __m512i weight0 = _mm512_loadu_si512(weights), weight1 = _mm512_loadu_si512(weights + 32);
+        weights += 2 * PANEL;
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            const __m512i two = _mm512_set1_epi32(four_bytes(values + r * w->width + k));
+            sum[r][0] = dot_pairs(sum[r][0], two, weight0);
+            sum[r][1] = dot_pairs(sum[r][1], two, weight1);
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        result[r][0] = sum[r][0];
+        result[r][1] = sum[r][1];
+    }
+}
+
+/* `multiply` with a number of rows that the compiler knows. */
+#define FOR_ROWS(multiply, rows, ...)                 \
+    switch (rows) {                                   \
+    case 1: multiply(1, __VA_ARGS__); break;          \
+    case 2: multiply(2, __VA_ARGS__); break;          \
+    case 3: multiply(3, __VA_ARGS__); break;          \
+    case 4: multiply(4, __VA_ARGS__); break;          \
+    case 5: multiply(5, __VA_ARGS__); break;          \
+    default: multiply(ROWS, __VA_ARGS__);             \
+    }
+
+static void bytes_tile(long rows, const struct quantized *x, long t, const struct packed *w, long panel,
+                       __m512 sum[ROWS][2])
+{
+    FOR_ROWS(multiply_bytes, rows, x, t, w, panel, sum)
+}
+
+static void plain_tile(long rows, const struct quantized *x, long t, const struct packed *w, long panel,
+                       __m512 sum[ROWS][2])
+{
+    FOR_ROWS(multiply_plain, rows, x, t, w, panel, sum)
+}
+
+/* The lanes of 16 columns from `first` on that are not beyond `end`. */
+INLINE __mmask16 lanes(long first, long end)
+{
+    const long left = end - first;
+    return left >= 16 ? 0xFFFF : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
+}
+
+INLINE long panels_of(long columns) { return (columns + PANEL - 1) / PANEL; }
+
+INLINE long least(long a, long b) { return a < b ? a : b; }
+
+#endif
