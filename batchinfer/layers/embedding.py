@@ -1,10 +1,16 @@
-"""Token embedding and the head that gives logits; tied, they are one tensor."""
+"""Token embedding and the head that gives logits; tied, the head's weight is the embedding's."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from batchinfer_kernels.table import Ops
 from torch import Tensor
 
+from batchinfer.layers.linear import Linear
 from batchinfer.layers.weight import WeightLayer
+from batchinfer.quant import LinearScheme
 
 
 class Embedding(WeightLayer):
@@ -14,8 +20,36 @@ class Embedding(WeightLayer):
         return self.ops.embedding(token_ids, self.weight)
 
 
-class LMHead(WeightLayer):
-    """Logits float32 [S, V] of hidden states [S, H]; tied where it shares the embedding's weight."""
+class LMHead(Linear):
+    """Logits float32 [S, V] of hidden states [S, H]; the whole head is sensitive. `tied_to`: its weight is this."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.ops.linear(hidden, self.weight).float()
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied_to: Embedding | None,
+        scheme: LinearScheme,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            {"": vocab_size},
+            bias=False,
+            sensitive=("",),
+            shared=None if tied_to is None else tied_to.weight,
+            scheme=scheme,
+            ops=ops,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Any, residual: Tensor | None = None) -> Tensor:
+        return super().forward(x, residual).float()
+
+    def argmax(self, x: Any) -> tuple[Tensor, Tensor]:
+        """(int64 [S], the token with the largest logit, of equal ones the lowest; bool [S], whether all logits of the
+        row are finite)."""
+        return self.weights.argmax(x)

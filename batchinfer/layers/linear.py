@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from batchinfer_kernels.table import Ops
 from torch import Tensor, nn
 
-from batchinfer.quant import LinearScheme
-from batchinfer.weights import Part
+from batchinfer.quant import LinearScheme, LinearShape
+from batchinfer.weights import Part, RowSink
 
 
 class Linear(nn.Module):
-    """y [T, sum of parts] = x [T, in] W^T + b.
+    """y [T, N] = x [T, K] W^T + b, N = sum of parts. x may also be what `normed` or `gated` of the scheme gave.
 
-    parts    output features by part name, in order; {"": n} for a layer of one part
+    parts      output features by part name, in order; {"": n} for a layer of one part
+    sensitive  the last parts, by name, that a scheme keeps at a higher precision
+    gated      the parts are gate and up, and `gated` is called instead of the layer
+    shared     W is another layer's tensor: then nothing of this layer is stored
     """
 
     def __init__(
@@ -28,25 +32,48 @@ class Linear(nn.Module):
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
+        sensitive: tuple[str, ...] = (),
+        gated: bool = False,
+        shared: Tensor | None = None,
     ) -> None:
         super().__init__()
+        assert list(parts)[len(parts) - len(sensitive) :] == list(sensitive)
         self.in_features, self.out_parts = in_features, dict(parts)
-        self.scheme, self.ops = scheme, ops
-        self._set(scheme.params(in_features, list(parts.values()), dtype, device))
-        self.bias = _parameter(torch.empty(sum(parts.values()), dtype=dtype, device=device)) if bias else None
+        self.is_shared = shared is not None
+        features = sum(parts.values())
+        shape = LinearShape(
+            in_features=in_features,
+            out_features=features,
+            num_sensitive=sum(parts[name] for name in sensitive),
+            gated=gated,
+        )
+        self.weights = scheme.weights(shape, ops=ops, dtype=dtype, device=device, shared=shared)
+        self._register()
+        self.bias = _parameter(torch.empty(features, dtype=dtype, device=device)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scheme.linear(self.ops, x, self.params, self.bias)
+    def forward(self, x: Any, residual: Tensor | None = None) -> Tensor:
+        """y, or residual + y, for which residual [T, N] may be overwritten."""
+        return self.weights.linear(x, self.bias, residual)
+
+    def gated(self, x: Any) -> Any:
+        """silu(gate) * up, for the next layer."""
+        return self.weights.gated(x, self.bias)
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Any:
+        """RMS norm of x [T, K], for this layer."""
+        return self.weights.norm(x, weight, eps)
 
     def parts(self) -> dict[Part, tuple[int, ...]]:
         shapes: dict[Part, tuple[int, ...]] = {}
+        if self.is_shared:
+            return shapes
         for name, features in self.out_parts.items():
             shapes["weight", name] = (features, self.in_features)
             if self.bias is not None:
                 shapes["bias", name] = (features,)
         return shapes
 
-    def target(self, part: Part) -> Tensor:
+    def target(self, part: Part) -> Tensor | RowSink:
         parameter, name = part
         start = 0
         for other, features in self.out_parts.items():
@@ -57,17 +84,17 @@ class Linear(nn.Module):
         if parameter == "bias":
             assert self.bias is not None
             return self.bias.data[start:stop]
-        return self.scheme.target(self.params, start, stop)
+        return self.weights.target(start, stop)
 
     def loaded(self) -> None:
-        self._set(self.scheme.finish(self.params))
+        self.weights.finish()
+        self._register()
 
-    def _set(self, params: Mapping[str, Tensor]) -> None:
-        for name, tensor in params.items():
-            setattr(self, name, _parameter(tensor))
-        # Kept beside the registered parameters: a plain dict is what the scheme takes, once per call.
-        self.params = {name: getattr(self, name).data for name in params}
+    def _register(self) -> None:
+        """The scheme's tensors as parameters of this module, by their names there."""
+        for name, tensor in self.weights.params.items():
+            self.register_parameter(name, _parameter(tensor))
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)

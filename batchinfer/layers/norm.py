@@ -1,23 +1,33 @@
-"""RMS normalization (Zhang, Sennrich 2019), with the residual's addition fused in where there is one."""
+"""RMS normalization (Zhang, Sennrich 2019)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
+from batchinfer.layers.linear import Linear
 from batchinfer.layers.weight import WeightLayer
 
 
 class RMSNorm(WeightLayer):
-    def __init__(self, size: int, eps: float, *, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    """Over the last dimension of x [..., size]. `feeds`: the one layer that takes what comes out, in its form."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        feeds: Linear | None = None,
+    ) -> None:
         super().__init__((size,), ops=ops, dtype=dtype, device=device)
         self.eps = eps
+        self._norm = ops.rms_norm if feeds is None else feeds.normed
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Over the last dimension of x [..., size]."""
-        return self.ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of residual + x, residual + x); `residual` may be overwritten."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+    def forward(self, x: Tensor) -> Any:
+        return self._norm(x, self.weight, self.eps)

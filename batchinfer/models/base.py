@@ -47,11 +47,16 @@ class CausalLM(Protocol):
     attention_specs: tuple[AttentionSpec, ...]  # one per layer
 
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Final-normed hidden states [T, H] of int64 token_ids [T] at positions [T]."""
+        """Hidden states [T, H] of int64 token_ids [T] at positions [T], before the final norm."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """float32 [S, V] of hidden [S, H]: the runner picks the rows that are sampled."""
+        ...
+
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What `compute_logits` would say, without holding it: (int64 [S], the token with the largest logit, of equal
+        ones the lowest; bool [S], whether all logits of the row are finite)."""
         ...
 
     def num_parameter_bytes(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +34,15 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.sizes = [q_size, kv_size, kv_size]
-        self.qkv = make.linear(config.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias=config.qkv_bias)
+        parts = {"q": q_size, "k": kv_size, "v": kv_size}
+        self.qkv = make.linear(config.hidden_size, parts, bias=config.qkv_bias, sensitive=("v",))
         self.o = make.linear(q_size, {"": config.hidden_size}, bias=config.o_bias)
         self.q_norm = make.norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = make.norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
-        num_tokens = x.shape[0]
+    def forward(self, x: Any, residual: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+        """residual + attention of x, which is what `input_norm` gave for residual [T, H]."""
+        num_tokens = residual.shape[0]
         q, k, v = self.qkv(x).split(self.sizes, dim=-1)
         q = q.view(num_tokens, self.num_heads, self.head_dim)
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
@@ -48,39 +51,33 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.ops.rope(q, k, cos, sin)
         out = ctx.attend(self.layer, q, k, v)
-        return self.o(out.reshape(num_tokens, self.num_heads * self.head_dim))  # type: ignore[no-any-return]
+        return self.o(out.reshape(num_tokens, self.num_heads * self.head_dim), residual)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
     def __init__(self, config: LlamaConfig, make: LayerMaker) -> None:
         super().__init__()
-        self.ops = make.ops
         inner = config.intermediate_size
-        self.gate_up = make.linear(config.hidden_size, {"gate": inner, "up": inner}, bias=config.mlp_bias)
+        self.gate_up = make.linear(config.hidden_size, {"gate": inner, "up": inner}, bias=config.mlp_bias, gated=True)
         self.down = make.linear(inner, {"": config.hidden_size}, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.silu_and_mul(self.gate_up(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Any, residual: Tensor) -> Tensor:
+        """residual + MLP of x."""
+        return self.down(self.gate_up.gated(x), residual)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, layer: int, config: LlamaConfig, make: LayerMaker) -> None:
         super().__init__()
-        self.input_norm = make.norm(config.hidden_size, config.rms_norm_eps)
         self.attn = Attention(layer, config, make)
-        self.post_norm = make.norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, make)
+        self.input_norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.attn.qkv)
+        self.post_norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.mlp.gate_up)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """(MLP output, residual without it): the next norm adds the two."""
-        if residual is None:
-            residual, x = x, self.input_norm(x)
-        else:
-            x, residual = self.input_norm.add(x, residual)
-        x, residual = self.post_norm.add(self.attn(x, cos, sin, ctx), residual)
-        return self.mlp(x), residual
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+        """Of the residual stream [T, H], which is overwritten."""
+        hidden = self.attn(self.input_norm(hidden), hidden, cos, sin, ctx)
+        return self.mlp(self.post_norm(hidden), hidden)  # type: ignore[no-any-return]
 
 
 class LlamaForCausalLM(nn.Module):
@@ -102,24 +99,26 @@ class LlamaForCausalLM(nn.Module):
         )
         self.embed = make.embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(i, config, make) for i in range(config.num_layers))
-        self.norm = make.norm(config.hidden_size, config.rms_norm_eps)
         tied_to = self.embed if config.tie_word_embeddings else None
         self.lm_head = make.head(config.vocab_size, config.hidden_size, tied_to=tied_to)
+        self.norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.lm_head)
         self.rope = Rope(config.rope, max_model_len=facts.max_model_len, device=make.device)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         cos, sin = self.rope(positions)
-        x: Tensor = self.embed(token_ids)
-        residual: Tensor | None = None
+        hidden: Tensor = self.embed(token_ids)
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, ctx)
-        assert residual is not None
-        return self.norm.add(x, residual)[0]
+            hidden = layer(hidden, cos, sin, ctx)
+        return hidden
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden)  # type: ignore[no-any-return]
+        return self.lm_head(self.norm(hidden))  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lm_head.argmax(self.norm(hidden))
 
     def num_parameter_bytes(self) -> int:
         return sum(p.numel() * p.element_size() for p in self.parameters())

@@ -1,6 +1,7 @@
 """How a linear layer keeps and multiplies its weights. One file is one scheme; `scheme` says what a scheme is."""
 
-from batchinfer.quant.scheme import LinearScheme, resolve_scheme
+from batchinfer.quant.scheme import LinearScheme, LinearWeights, resolve_scheme
+from batchinfer.quant.shape import LinearShape
 from batchinfer.quant.unquantized import Unquantized
 
-__all__ = ["LinearScheme", "Unquantized", "resolve_scheme"]
+__all__ = ["LinearScheme", "LinearShape", "LinearWeights", "Unquantized", "resolve_scheme"]

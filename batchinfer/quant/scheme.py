@@ -5,7 +5,7 @@ To add a scheme: a file beside this one, an entry in `resolve_scheme`, its detec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,36 +14,63 @@ from torch import Tensor
 
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles.supported import refuse_stored_quantization
+from batchinfer.quant.int8 import Int8
+from batchinfer.quant.shape import LinearShape
 from batchinfer.quant.unquantized import Unquantized
+from batchinfer.weights import RowSink
 
-PLANNED = ("int8", "int4", "fp8")
+PLANNED = ("int4", "fp8")
+
+
+class LinearWeights(Protocol):
+    """The weights of one linear layer, W [N, K], as a scheme keeps and multiplies them.
+
+    What goes into a product is the scheme's own: a tensor [T, K], or what `norm` and `gated` of the same scheme give.
+    `params` are the tensors that are kept; before `finish` they need not be there.
+    """
+
+    params: dict[str, Tensor]
+
+    def target(self, start: int, stop: int) -> Tensor | RowSink:
+        """Where output features start .. stop of the stored weight go, about to be read."""
+        ...
+
+    def finish(self) -> None:
+        """Called once, when all of W is there: the time to set `params`."""
+        ...
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Any:
+        """RMS norm of x [T, K], as this layer's products take it."""
+        ...
+
+    def linear(self, x: Any, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """y [T, N] = x W^T + bias, or residual + y, for which residual [T, N] may be overwritten."""
+        ...
+
+    def gated(self, x: Any, bias: Tensor | None) -> Any:
+        """silu(gate) * up for [gate | up] = x W^T + bias, as this scheme's products take it."""
+        ...
+
+    def argmax(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Of y = x W^T: (int64 [T], the index of each row's largest value, of equal ones the lowest; bool [T],
+        whether all of the row are finite). Does not hold [T, N] where it can be avoided."""
+        ...
 
 
 class LinearScheme(Protocol):
-    """Weights of one linear layer, whose output is made of parts laid side by side (q, k and v; gate and up)."""
-
     name: str
 
-    def params(
-        self, in_features: int, part_features: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
-        """Tensors to keep, by name, not yet filled."""
-        ...
-
-    def target(self, params: dict[str, Tensor], start: int, stop: int) -> Tensor:
-        """Memory for output features start .. stop of the stored weight [out, in], about to be read.
-
-        A scheme that packs while loading puts a staging tensor into `params` here and takes it out in `finish`:
-        layers are read one after the other, so only a few of those exist at a time.
-        """
-        ...
-
-    def finish(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors to keep from now on; called once, when all parts are filled."""
-        ...
-
-    def linear(self, ops: Ops, x: Tensor, params: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
-        """y [T, out] = x [T, in] weight^T + bias."""
+    def weights(
+        self,
+        shape: LinearShape,
+        *,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        shared: Tensor | None = None,
+    ) -> LinearWeights:
+        """One layer's weights, not yet filled. `shared`: W is another layer's tensor [N, K], which is filled before
+        `finish` is called; `target` is not called then."""
         ...
 
 
@@ -52,6 +79,8 @@ def resolve_scheme(quantization: str, config: Mapping[str, Any]) -> LinearScheme
     refuse_stored_quantization(config)
     if quantization in ("auto", "none"):
         return Unquantized()
+    if quantization == "int8":
+        return Int8()
     if quantization in PLANNED:
-        raise ConfigError(f"model.quantization: {quantization!r} is planned and not there yet; use auto or none")
-    raise ConfigError(f"model.quantization must be auto or none, got {quantization!r}")
+        raise ConfigError(f"model.quantization: {quantization!r} is planned and not there yet; use auto, none or int8")
+    raise ConfigError(f"model.quantization must be auto, none or int8, got {quantization!r}")

@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
+from batchinfer.quant.shape import LinearShape
+
 
 class Unquantized:
-    """One weight [out, in]; parts are ranges of its rows."""
-
     name = "none"
 
-    def params(
-        self, in_features: int, part_features: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
-        return {"weight": torch.empty(sum(part_features), in_features, dtype=dtype, device=device)}
+    def weights(
+        self,
+        shape: LinearShape,
+        *,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        shared: Tensor | None = None,
+    ) -> PlainWeights:
+        if shared is None:
+            shared = torch.empty(shape.out_features, shape.in_features, dtype=dtype, device=device)
+        return PlainWeights(ops, shared)
 
-    def target(self, params: dict[str, Tensor], start: int, stop: int) -> Tensor:
-        return params["weight"][start:stop]
 
-    def finish(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        return params
+class PlainWeights:
+    """One weight [N, K]; products take tensors."""
 
-    def linear(self, ops: Ops, x: Tensor, params: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
-        return ops.linear(x, params["weight"], bias)
+    def __init__(self, ops: Ops, weight: Tensor) -> None:
+        self.params = {"weight": weight}
+        self._ops, self._weight = ops, weight.data
+
+    def target(self, start: int, stop: int) -> Tensor:
+        return self._weight[start:stop]
+
+    def finish(self) -> None:
+        pass
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._ops.rms_norm(x, weight, eps)
+
+    def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        y = self._ops.linear(x, self._weight, bias)
+        return y if residual is None else residual.add_(y)
+
+    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._ops.silu_and_mul(self._ops.linear(x, self._weight, bias))
+
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self._ops.linear_argmax(x, self._weight)

@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from batchinfer_kernels.cpu import finite_rows
 from torch import Tensor
 
 from batchinfer.attention.backend import AttentionBackend
@@ -20,7 +21,7 @@ from batchinfer.models import CausalLM
 from batchinfer.runner.batch import make_step_batches
 from batchinfer.runner.block_copies import copy_blocks
 from batchinfer.runner.logprobs import token_logprobs
-from batchinfer.runner.sampler import Sampler, SampleRow, finite_rows
+from batchinfer.runner.sampler import Sampler, SampleRow, takes_argmax
 from batchinfer.runner.sequence_state import SequenceState
 from batchinfer.types.request import TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
@@ -143,36 +144,50 @@ class LocalRunner:
                 rows.append(SampleRow(state, output_position))
                 seq_ids.append(chunk.seq_id)
                 at.append(end - back)
-        for begin in range(0, len(rows), LOGITS_ROWS):
-            part = slice(begin, begin + LOGITS_ROWS)
-            indices = torch.tensor(at[part], dtype=torch.int64, device=self._device)
-            logits = model.compute_logits(hidden.index_select(0, indices))
-            self._sample_rows(logits, rows[part], seq_ids[part], outcome)
+        tokens: dict[int, int] = {}
+        plain = [r for r, row in enumerate(rows) if takes_argmax(row)]
+        if plain:
+            best, finite = model.greedy(hidden.index_select(0, self._indices([at[r] for r in plain])))
+            for r, token, good in zip(plain, best.tolist(), finite.tolist(), strict=True):
+                if good:
+                    tokens[r] = token
+        others = [r for r, row in enumerate(rows) if not takes_argmax(row)] if len(plain) < len(rows) else []
+        for begin in range(0, len(others), LOGITS_ROWS):
+            part = others[begin : begin + LOGITS_ROWS]
+            logits = model.compute_logits(hidden.index_select(0, self._indices([at[r] for r in part])))
+            tokens |= self._sample_rows(logits, {r: rows[r] for r in part}, seq_ids, outcome)
+        for r, (row, seq_id) in enumerate(zip(rows, seq_ids, strict=True)):
+            if r in tokens:
+                outcome.token_ids.setdefault(seq_id, []).append(tokens[r])
+            else:
+                outcome.errors[seq_id] = _non_finite(f"output position {row.output_position}")
         for seq_id in outcome.errors:
             outcome.token_ids.pop(seq_id, None)
             outcome.logprobs.pop(seq_id, None)
 
-    def _sample_rows(self, logits: Tensor, rows: list[SampleRow], seq_ids: list[int], outcome: _Outcome) -> None:
-        finite = finite_rows(logits)
-        if not all(finite):
-            for row, seq_id, good in zip(rows, seq_ids, finite, strict=True):
-                if not good:
-                    outcome.errors[seq_id] = _non_finite(f"output position {row.output_position}")
-            keep = [r for r, good in enumerate(finite) if good]
-            logits = logits[keep]
-            rows, seq_ids = [rows[r] for r in keep], [seq_ids[r] for r in keep]
-        if not rows:
-            return
-        reported = [r for r, row in enumerate(rows) if row.state.spec.sampling.logprobs is not None]
+    def _indices(self, at: list[int]) -> Tensor:
+        return torch.tensor(at, dtype=torch.int64, device=self._device)
+
+    def _sample_rows(
+        self, logits: Tensor, rows: Mapping[int, SampleRow], seq_ids: Sequence[int], outcome: _Outcome
+    ) -> dict[int, int]:
+        """Tokens of the rows, one for each row of logits, that have only finite logits; their log-probabilities go
+        into `outcome`. `rows` and what is returned are by the number of the row in the step, as `seq_ids` is."""
+        finite = finite_rows(logits).tolist()
+        kept = [r for r, good in zip(rows, finite, strict=True) if good]
+        if not kept:
+            return {}
+        if len(kept) < len(rows):
+            logits = logits[[i for i, good in enumerate(finite) if good]]
+        reported = [i for i, r in enumerate(kept) if rows[r].state.spec.sampling.logprobs is not None]
         raw = logits[reported] if reported else logits[:0]  # a copy: sampling overwrites logits
-        tokens = self._sampler.sample(logits, rows)
-        for seq_id, token in zip(seq_ids, tokens, strict=True):
-            outcome.token_ids.setdefault(seq_id, []).append(token)
+        tokens = self._sampler.sample(logits, [rows[r] for r in kept])
         if reported:
-            num_top = [rows[r].state.spec.sampling.logprobs or 0 for r in reported]
-            entries = token_logprobs(raw, [tokens[r] for r in reported], num_top)
-            for r, entry in zip(reported, entries, strict=True):
-                outcome.logprobs.setdefault(seq_ids[r], []).append(entry)
+            num_top = [rows[kept[i]].state.spec.sampling.logprobs or 0 for i in reported]
+            entries = token_logprobs(raw, [tokens[i] for i in reported], num_top)
+            for i, entry in zip(reported, entries, strict=True):
+                outcome.logprobs.setdefault(seq_ids[kept[i]], []).append(entry)
+        return dict(zip(kept, tokens, strict=True))
 
     def _prompt_logprobs(
         self, model: CausalLM, hidden: Tensor, plan: StepPlan, states: list[SequenceState], outcome: _Outcome
@@ -188,7 +203,7 @@ class LocalRunner:
             for first in range(0, len(targets), LOGITS_ROWS):
                 wanted = targets[first : first + LOGITS_ROWS]
                 logits = model.compute_logits(hidden[begin + first : begin + first + len(wanted)])
-                if not all(finite_rows(logits)):
+                if not bool(finite_rows(logits).all()):
                     outcome.errors[chunk.seq_id] = _non_finite(f"the prompt after position {chunk.start + first}")
                     break
                 entries.extend(token_logprobs(logits, wanted, [num_top] * len(wanted)))

@@ -33,14 +33,16 @@ class SampleRow:
     output_position: int
 
 
-def finite_rows(logits: Tensor) -> list[bool]:
-    """For each row of [R, V] whether all its values are finite."""
-    sums = logits.sum(-1)
-    good = torch.isfinite(sums)
-    if not bool(good.all()):  # a sum of finite values may overflow too: look again
-        doubtful = torch.nonzero(~good)[:, 0]
-        good[doubtful] = torch.isfinite(logits[doubtful]).all(-1)
-    return [bool(value) for value in good.tolist()]
+def takes_argmax(row: SampleRow) -> bool:
+    """Whether the token is the one with the largest raw logit, and nothing else is asked of the logits."""
+    p = row.state.spec.sampling
+    return (
+        p.greedy
+        and p.logprobs is None
+        and not p.logit_bias
+        and not p.has_penalties
+        and (row.output_position >= p.min_tokens or not len(row.state.stop_ids))
+    )
 
 
 class Sampler:

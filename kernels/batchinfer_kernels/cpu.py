@@ -27,21 +27,51 @@ def make_linear(rule: RowRule) -> Callable[..., Tensor]:
     """`reference.linear` that gives a row the same bytes in every batch."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.shape[0] <= 2 * HEAD_TILE:
+        tiles = _output_tiles(weight)
+        if len(tiles) == 1:
             return product(x, weight, bias, rule)
         y = x.new_empty(x.shape[0], weight.shape[0])
-        for start in range(0, weight.shape[0], HEAD_TILE):
-            stop = start + HEAD_TILE
-            y[:, start:stop] = product(x, weight[start:stop], None if bias is None else bias[start:stop], rule)
+        for tile in tiles:
+            y[:, tile] = product(x, weight[tile], None if bias is None else bias[tile], rule)
         return y
 
     return linear
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm`; overwrites residual."""
-    residual.add_(x)
-    return reference.rms_norm(residual, weight, eps), residual
+def make_linear_argmax(rule: RowRule) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """`reference.linear_argmax` of the outputs that `make_linear` gives, of which one tile exists at a time."""
+
+    def linear_argmax(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        best = x.new_full(x.shape[:1], -torch.inf)
+        at = torch.zeros(x.shape[:1], dtype=torch.int64, device=x.device)
+        finite = torch.ones(x.shape[:1], dtype=torch.bool, device=x.device)
+        for tile in _output_tiles(weight):
+            y = product(x, weight[tile], None, rule)
+            finite &= finite_rows(y)
+            top = y.amax(-1)
+            # Few tiles beat those before them, and to look for the place costs far more than the maximum.
+            better = torch.nonzero(top > best)[:, 0]
+            if better.shape[0]:
+                at[better] = y[better].argmax(-1) + tile.start
+            best = torch.maximum(best, top)
+        return at, finite
+
+    return linear_argmax
+
+
+def _output_tiles(weight: Tensor) -> list[slice]:
+    """Output features of a weight [N, H] that go into one product."""
+    size = HEAD_TILE if weight.shape[0] > 2 * HEAD_TILE else weight.shape[0]
+    return [slice(start, start + size) for start in range(0, weight.shape[0], size)]
+
+
+def finite_rows(y: Tensor) -> Tensor:
+    """For each row of [R, V] whether all its values are finite; bool [R]."""
+    good = torch.isfinite(y.sum(-1))
+    if not bool(good.all()):  # a sum of finite values may overflow too: look again
+        doubtful = torch.nonzero(~good)[:, 0]
+        good[doubtful] = torch.isfinite(y[doubtful]).all(-1)
+    return good
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def linear_argmax(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Of y = linear(x, weight): (int64 [T], the index of each row's largest value, of equal ones the lowest; bool
+    [T], whether all of the row are finite)."""
+    y = linear(x, weight)
+    return y.argmax(-1), y.isfinite().all(-1)
+
+
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of weight[V, H] at token_ids int64 [T]."""
     return F.embedding(token_ids, weight)
@@ -27,12 +34,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x_f = x.float()
     scale = torch.rsqrt((x_f * x_f).mean(-1, keepdim=True) + eps)
     return (x_f * scale).to(x.dtype) * weight
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(residual + x), residual + x). May overwrite `residual`: use only what is returned."""
-    total = residual + x
-    return rms_norm(total, weight, eps), total
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The table of operations: their names and signatures, and the choice of an implementation.
 
 Resolved once when a model is built (`resolve`), never per call. What each operation computes is said, with shapes,
-in `reference`; how products are made independent of the batch in `probe`. A new backend is one module beside
+in `reference` and `int8`; how products are made independent of the batch in `probe`. A new backend is one module beside
 `cpu` and one branch here.
 """
 
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from batchinfer_kernels import cpu, reference
+from batchinfer_kernels.int8 import Int8Ops, ReferenceInt8
 from batchinfer_kernels.native import library, rope
+from batchinfer_kernels.native.int8 import NativeInt8
 from batchinfer_kernels.probe import STRICT, RowRule
 
 BACKENDS = ("reference", "cpu", "native")
@@ -42,12 +44,13 @@ class Ops:
     backend: str
     row_rule: RowRule
     linear: Linear
+    linear_argmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     embedding: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     kv_write: KVWrite
+    int8: Int8Ops
 
 
 def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: RowRule = STRICT) -> Ops:
@@ -66,12 +69,13 @@ def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: 
             backend=backend,
             row_rule=rows,
             linear=reference.linear,
+            linear_argmax=reference.linear_argmax,
             embedding=reference.embedding,
             rms_norm=reference.rms_norm,
-            add_rms_norm=reference.add_rms_norm,
             rope=reference.rope,
             silu_and_mul=reference.silu_and_mul,
             kv_write=reference.kv_write,
+            int8=ReferenceInt8(rows),
         )
     if backend == "native":
         library.load()
@@ -79,10 +83,11 @@ def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: 
         backend=backend,
         row_rule=rows,
         linear=cpu.make_linear(rows),
+        linear_argmax=cpu.make_linear_argmax(rows),
         embedding=reference.embedding,
         rms_norm=reference.rms_norm,
-        add_rms_norm=cpu.add_rms_norm,
         rope=rope.rope if backend == "native" else cpu.rope,
         silu_and_mul=cpu.silu_and_mul,
         kv_write=cpu.kv_write,
+        int8=NativeInt8() if backend == "native" else ReferenceInt8(rows),
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from batchinfer.layers import LayerMaker, Linear
 from batchinfer.modelfiles.safetensors_header import read_checkpoint
-from batchinfer.quant import LinearScheme, Unquantized
+from batchinfer.quant import LinearScheme, LinearShape, Unquantized
+from batchinfer.quant.unquantized import PlainWeights
 from batchinfer.weights import Rule, load_weights
 
 OPS = resolve("reference")
@@ -27,27 +29,31 @@ class RowScaled:
     def __init__(self) -> None:
         self.num_staged = self.max_staged = 0
 
-    def params(
-        self, in_features: int, part_features: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
-        rows = sum(part_features)
-        return {"weight": torch.empty(rows, in_features, dtype=torch.int8), "scale": torch.empty(rows, 1)}
+    def weights(self, shape: LinearShape, *, ops: Ops, **_: Any) -> ScaledRows:
+        return ScaledRows(self, shape, ops)
 
-    def target(self, params: dict[str, Tensor], start: int, stop: int) -> Tensor:
-        if "staging" not in params:
-            params["staging"] = torch.empty(params["weight"].shape)
-            self.num_staged += 1
-            self.max_staged = max(self.max_staged, self.num_staged)
-        return params["staging"][start:stop]
 
-    def finish(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        full = params.pop("staging")
-        self.num_staged -= 1
+class ScaledRows(PlainWeights):
+    def __init__(self, scheme: RowScaled, shape: LinearShape, ops: Ops) -> None:
+        super().__init__(ops, torch.empty(0))
+        self.params = {}
+        self.scheme, self.shape = scheme, shape
+        self.staging: Tensor | None = None
+
+    def target(self, start: int, stop: int) -> Tensor:
+        if self.staging is None:
+            self.staging = torch.empty(self.shape.out_features, self.shape.in_features)
+            self.scheme.num_staged += 1
+            self.scheme.max_staged = max(self.scheme.max_staged, self.scheme.num_staged)
+        return self.staging[start:stop]
+
+    def finish(self) -> None:
+        full, self.staging = self.staging, None
+        assert full is not None
+        self.scheme.num_staged -= 1
         scale = full.abs().amax(1, keepdim=True) / 127
-        return {"weight": (full / scale).round().to(torch.int8), "scale": scale}
-
-    def linear(self, ops: Ops, x: Tensor, params: Mapping[str, Tensor], bias: Tensor | None) -> Tensor:
-        return ops.linear(x, params["weight"].float() * params["scale"], bias)
+        self.params = {"weight": (full / scale).round().to(torch.int8), "scale": scale}
+        self._weight = self.params["weight"].float() * scale
 
 
 def maker(scheme: LinearScheme) -> LayerMaker:

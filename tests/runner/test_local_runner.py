@@ -242,7 +242,8 @@ def test_one_infinite_logit_is_enough(make_runner: MakeRunner) -> None:
 
     model.compute_logits = spoiled
     driver = StepDriver(runner)
-    ids = [driver.add([4, 5]), driver.add([6, 7]), driver.add([8, 9])]
+    drawn = SamplingParams(temperature=0.5)  # greedy rows have no logits
+    ids = [driver.add(prompt, drawn) for prompt in ([4, 5], [6, 7], [8, 9])]
     result = driver.step(dict.fromkeys(ids, 2))
     assert set(result.errors) == {ids[1]}
     assert set(result.token_ids) == {ids[0], ids[2]}

@@ -33,6 +33,13 @@ class RecordingModel:
         self.logits.append(logits.clone())
         return logits
 
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Holds the model to what it says of `greedy`, too."""
+        logits = self.compute_logits(hidden)
+        tokens, finite = self._model.greedy(hidden)
+        assert torch.equal(tokens, logits.argmax(-1)) and finite.all()
+        return tokens, finite
+
 
 def all_logits(runner: LocalRunner, tokens: list[int], chunk_sizes: list[int]) -> Tensor:
     """Logits [T, V] of a sequence that runs in chunks of the given sizes, the last size repeated."""

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batchinfer_kernels.cpu import finite_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer.runner.logprobs import token_logprobs
-from batchinfer.runner.sampler import Sampler, SampleRow, _kth_largest, adjust, finite_rows
+from batchinfer.runner.sampler import Sampler, SampleRow, _kth_largest, adjust
 from batchinfer.runner.sequence_state import SequenceState
 from batchinfer.runner.streams import uniform as uniforms
 from batchinfer.types.request import SamplingParams
@@ -339,4 +340,4 @@ def test_non_finite_rows_are_found_and_large_ones_are_not() -> None:
     logits = logits_of(0, rows=6)
     logits[1, 7], logits[2, 0], logits[3, 49] = torch.nan, torch.inf, -torch.inf
     logits[4] = 3e38  # finite, but their sum is not
-    assert finite_rows(logits) == [True, False, False, False, True, True]
+    assert finite_rows(logits).tolist() == [True, False, False, False, True, True]

@@ -1,0 +1,147 @@
+"""int8 weights and activations, made while loading from any stored type; `batchinfer_kernels.int8` has the numbers.
+
+A weight has one scale for each output feature and group of 64 inputs: the largest absolute value of the group / 127.
+Rows are quantized as they are read, so that a layer is never there in full precision. Layers' sensitive features, and
+so the whole head, are kept in bfloat16. Activations between products are float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from batchinfer_kernels.int8 import GROUP, QuantizedRows
+from batchinfer_kernels.table import Ops
+from torch import Tensor
+
+from batchinfer.quant.shape import LinearShape
+
+Floats = npt.NDArray[np.float32]
+# Rows of a shared weight that are converted at a time: about as many elements as are read at a time otherwise.
+_SHARED_ROWS = 512
+
+
+class Int8:
+    name = "int8"
+
+    def weights(
+        self,
+        shape: LinearShape,
+        *,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        shared: Tensor | None = None,
+    ) -> Int8Weights:
+        assert dtype == torch.float32, "of what is between the products; see `arithmetic`"
+        return Int8Weights(shape, ops, device, shared)
+
+
+class Int8Weights:
+    """Int8 output features, then sensitive ones in bfloat16. Products take float32 tensors or QuantizedRows."""
+
+    def __init__(self, shape: LinearShape, ops: Ops, device: torch.device, shared: Tensor | None) -> None:
+        self.params: dict[str, Tensor] = {}
+        self._shape, self._ops, self._device, self._shared = shape, ops.int8, device, shared
+        self._num_values = shape.out_features - shape.num_sensitive
+        self._takes = {"values": self._num_values > 0, "plain": shape.num_sensitive > 0}
+        self._staged: _Rows | None = None
+
+    def target(self, start: int, stop: int) -> _Part:
+        if self._staged is None:
+            self._staged = _Rows(self._shape)
+        return _Part(self._staged, start)
+
+    def finish(self) -> None:
+        rows, self._staged = self._staged, None
+        if self._shared is not None:
+            rows = _Rows(self._shape)
+            for start in range(0, self._shape.out_features, _SHARED_ROWS):
+                rows.put(start, self._shared.data[start : start + _SHARED_ROWS].float().cpu())
+        assert rows is not None
+        kept = (rows.values, rows.scales, rows.plain)
+        values, scales, plain = (None if x is None else x.to(self._device) for x in kept)
+        if self._shape.gated:
+            assert values is not None and scales is not None
+            gate_values, up_values = values.chunk(2)
+            gate_scales, up_scales = scales.chunk(2)
+            self.params = self._ops.pack_gated(gate_values, gate_scales, up_values, up_scales)
+        else:
+            self.params = self._ops.pack(values, scales, plain)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
+        return self._ops.rms_norm(x, weight, eps, **self._takes)
+
+    def linear(self, x: Tensor | QuantizedRows, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        return self._ops.linear(self._rows(x), self.params, bias, residual)
+
+    def gated(self, x: Tensor | QuantizedRows, bias: Tensor | None) -> QuantizedRows:
+        return self._ops.gated(self._rows(x), self.params, bias)
+
+    def argmax(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor]:
+        return self._ops.argmax(self._rows(x), self.params)
+
+    def _rows(self, x: Tensor | QuantizedRows) -> QuantizedRows:
+        return self._ops.quantize(x, **self._takes) if isinstance(x, Tensor) else x
+
+
+class _Rows:
+    """A layer's rows as they come, quantized: values int8 [N8, K], scales float32 [N8, G], plain bfloat16 [N16, K]."""
+
+    def __init__(self, shape: LinearShape) -> None:
+        self.values: Tensor | None = None
+        self.scales: Tensor | None = None
+        self.plain: Tensor | None = None
+        self._num_values = shape.out_features - shape.num_sensitive
+        if self._num_values:
+            self.values = torch.empty(self._num_values, shape.in_features, dtype=torch.int8)
+            self.scales = torch.empty(self._num_values, -(-shape.in_features // GROUP))
+        if shape.num_sensitive:
+            self.plain = torch.empty(shape.num_sensitive, shape.in_features, dtype=torch.bfloat16)
+
+    def put(self, start: int, rows: Tensor) -> None:
+        """Rows float32 [n, K] of the weight from `start` on; they may be overwritten."""
+        split = max(0, min(len(rows), self._num_values - start))
+        if split:
+            assert self.values is not None and self.scales is not None
+            span = slice(start, start + split)
+            quantize_weight(rows[:split].numpy(), self.values[span].numpy(), self.scales[span].numpy())
+        if split < len(rows):
+            assert self.plain is not None
+            first = start + split - self._num_values
+            self.plain[first : first + len(rows) - split] = rows[split:]
+
+
+class _Part:
+    """Rows of a layer that are stored as one tensor: a `weights.RowSink`."""
+
+    def __init__(self, rows: _Rows, start: int) -> None:
+        self._rows, self._start = rows, start
+
+    def put(self, start: int, rows: Tensor) -> None:
+        self._rows.put(self._start + start, rows)
+
+
+def quantize_weight(rows: Floats, values: npt.NDArray[np.int8], scales: Floats) -> None:
+    """Rows float32 [n, K] to values int8 [n, K] and scales float32 [n, G]; overwrites `rows`.
+
+    A group that is all zeros has the scale 0, one with a value that is not finite the scale NaN.
+    """
+    width = rows.shape[1]
+    whole = width // GROUP * GROUP
+    for start, stop in ((0, whole), (whole, width)):
+        if start == stop:
+            continue
+        groups = rows[:, start:stop].reshape(len(rows), -1, min(GROUP, stop - start))
+        at = slice(start // GROUP, -(-stop // GROUP))
+        largest = np.maximum(groups.max(-1), -groups.min(-1))
+        largest /= np.float32(127)
+        largest[largest < np.finfo(np.float32).tiny] = 0  # too coarse a number to divide by
+        sick = ~np.isfinite(largest)
+        largest[sick] = np.nan
+        scales[:, at] = largest
+        if sick.any():
+            groups[sick] = 0
+        largest[sick | (largest == 0)] = 1
+        groups /= largest[..., None]
+        values[:, start:stop] = np.rint(groups, out=groups).reshape(len(rows), -1)
