@@ -16,6 +16,9 @@ from torch import Tensor
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.attention.tiles import AttentionShape, StepBatch, Tiles, cut_tiles, find_slots, ranges, starts_of
 
+# A tile of less than one such part of a step's work is light.
+_LIGHT_SHARE = 64
+
 
 class NativeAttention:
     """Attention of layers with equal head counts and window. Caches are made by `new_caches`."""
@@ -42,8 +45,7 @@ class NativeAttention:
 
     def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Key and value caches of one layer, not initialised."""
-        shapes = attention.cache_shapes(num_blocks, self._shape.num_kv_heads, self._shape.head_dim)
-        return torch.empty(shapes[0], dtype=self.kv_dtype), torch.empty(shapes[1], dtype=self.kv_dtype)
+        return attention.new_caches(num_blocks, self._shape.num_kv_heads, self._shape.head_dim)
 
     def plan(self, batch: StepBatch) -> TileStep:
         return plan_step(batch, self._shape)
@@ -101,7 +103,7 @@ def plan_step(batch: StepBatch, shape: AttentionShape) -> TileStep:
         tile_chunk=tiles.chunk,
         tile_split=tiles.split,
         members=tiles.members,
-        items=_heaviest_first(tiles, shape),
+        items=_heavy_first(tiles, shape),
         positions=positions,
         block_tables=batch.block_tables,
         entry=entry,
@@ -111,8 +113,10 @@ def plan_step(batch: StepBatch, shape: AttentionShape) -> TileStep:
     )
 
 
-def _heaviest_first(tiles: Tiles, shape: AttentionShape) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Tiles with their KV heads, so that threads end at about the same time. A tile's heads stay together."""
-    order = np.argsort(-tiles.count * tiles.width, kind="stable")
+def _heavy_first(tiles: Tiles, shape: AttentionShape) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Tiles with their KV heads. Those that could keep one thread busy when the others are done come first; the rest
+    keep their order, in which sequences that share blocks stand together and find them in the CPU's caches."""
+    weight = tiles.count * tiles.width
+    order = np.argsort(weight * _LIGHT_SHARE <= weight.sum(), kind="stable")
     items = order[:, None] * shape.num_kv_heads + np.arange(shape.num_kv_heads)
     return items.reshape(-1)

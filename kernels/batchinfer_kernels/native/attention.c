@@ -21,7 +21,7 @@ enum { LANES = 16, ROWS = 6, MAX_SPLIT = 1024, MAX_HEAD_DIM = 256, MAX_BLOCKS = 
 struct step {
     /* Tiles: queries members[tile_start ..][tile_count], blocks found through a row of block_tables. */
     const int64_t *tile_start, *tile_count, *tile_chunk, *tile_split, *members;
-    /* Work items, heaviest first: tile * num_kv_heads + KV head. */
+    /* Work items in the order in which they are begun: tile * num_kv_heads + KV head. */
     const int64_t *items;
     const int64_t *positions, *block_tables;
     /* A token's first partial result, -1 where it sees one split only; the tokens that see several. */
@@ -37,6 +37,7 @@ struct layer {
     const float *q, *k, *v;
     int64_t q_stride, k_stride, v_stride;
     uint16_t *k_cache, *v_cache;
+    int64_t block_stride, head_stride; /* in numbers, of both caches */
     float *out;                  /* [tokens, heads, head_dim] */
     float *part, *part_top_sum;  /* [entries, heads, head_dim] and [entries, heads, 2] */
     float scale, softcap;        /* of the query; and 0, or what the hyperbolic tangent is multiplied by */
@@ -320,7 +321,7 @@ static void attend_item(const struct step *step, const struct layer *layer, int6
     lowest = lowest > begin ? lowest - begin : 0;
     highest = highest - begin < step->split_size - 1 ? highest - begin : step->split_size - 1;
     for (int64_t b = lowest / LANES; b <= highest / LANES; b++) {
-        const size_t at = (size_t)(table[b] * step->num_kv_heads + kv_head) * dim * LANES;
+        const int64_t at = table[b] * layer->block_stride + kv_head * layer->head_stride;
         keys[b] = layer->k_cache + at;
         values[b] = layer->v_cache + at;
     }
@@ -386,16 +387,18 @@ static void merge_token(const struct step *step, const struct layer *layer, int6
 /* Stores the step's keys and values, then attends to the cache. */
 void batchinfer_attention(const struct step *step, const struct layer *layer, int threads)
 {
-    const int64_t kv_heads = step->num_kv_heads, dim = step->head_dim, block = kv_heads * dim * LANES;
+    const int64_t kv_heads = step->num_kv_heads, dim = step->head_dim;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < step->num_fresh; i++)
-            memset(layer->v_cache + (size_t)step->fresh_blocks[i] * block, 0, block * sizeof(uint16_t));
+        for (int64_t i = 0; i < step->num_fresh * kv_heads; i++)
+            memset(layer->v_cache + step->fresh_blocks[i / kv_heads] * layer->block_stride +
+                       i % kv_heads * layer->head_stride,
+                   0, dim * LANES * sizeof(uint16_t));
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < step->num_tokens; t++)
             for (int64_t h = 0; h < kv_heads; h++) {
-                const size_t at = (size_t)(step->slots[t] / LANES) * block + h * dim * LANES;
+                const int64_t at = step->slots[t] / LANES * layer->block_stride + h * layer->head_stride;
                 write_head(layer->k + t * layer->k_stride + h * dim, layer->v + t * layer->v_stride + h * dim,
                            layer->k_cache + at, layer->v_cache + at, (int)dim, (int)(step->slots[t] % LANES));
             }

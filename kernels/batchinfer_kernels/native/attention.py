@@ -60,7 +60,9 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "out", "part", "part_top_sum")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
+        *((name, ctypes.c_int64) for name in ("block_stride", "head_stride")),
+        *((name, ctypes.c_void_p) for name in ("out", "part", "part_top_sum")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -126,12 +128,15 @@ def unsuited(*, head_dim: int, block_size: int, split_size: int) -> str | None:
     return library.available()
 
 
-def cache_shapes(num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the key and value caches, both bfloat16."""
-    return (
-        (num_blocks, num_kv_heads, head_dim // 2, LANES, 2),
-        (num_blocks, num_kv_heads, LANES // 2, head_dim, 2),
-    )
+def new_caches(num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Key and value caches bfloat16 [B, Hk, D / 2, LANES, 2] and [B, Hk, LANES / 2, D, 2], not initialised.
+
+    In memory a head's blocks lie together: what one head reads of a sequence is then one run where the sequence's
+    blocks follow each other, as they mostly do. Memory gave such runs twice as fast as pieces of 2 KiB.
+    """
+    keys = torch.empty(num_kv_heads, num_blocks, head_dim // 2, LANES, 2, dtype=torch.bfloat16)
+    values = torch.empty(num_kv_heads, num_blocks, LANES // 2, head_dim, 2, dtype=torch.bfloat16)
+    return keys.transpose(0, 1), values.transpose(0, 1)
 
 
 def pack_keys(keys: Tensor) -> Tensor:
@@ -173,7 +178,8 @@ def attend(
     scratch of at least `partial_size` numbers. Runs in torch.get_num_threads() threads.
     """
     shape = step.struct
-    assert out.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    assert out.is_contiguous() and k_cache[0, 0].is_contiguous() and v_cache[0, 0].is_contiguous()
+    assert k_cache.stride()[:2] == v_cache.stride()[:2]
     assert k_cache.dtype == v_cache.dtype == torch.bfloat16
     assert all(x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, k, v))
     assert partial.numel() >= partial_size(step) and q.shape[0] == shape.num_tokens
@@ -188,6 +194,8 @@ def attend(
         v_stride=v.stride(0),
         k_cache=k_cache.data_ptr(),
         v_cache=v_cache.data_ptr(),
+        block_stride=k_cache.stride(0),
+        head_stride=k_cache.stride(1),
         out=out.data_ptr(),
         part=partial.data_ptr(),
         part_top_sum=partial[step.num_entries * shape.num_heads * shape.head_dim :].data_ptr(),
