@@ -1,0 +1,172 @@
+"""The specification of int8 layers against float64; the largest output of a wide product, tile by tile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batchinfer_kernels import cpu
+from batchinfer_kernels.int8 import GROUP, QuantizedRows, ReferenceInt8
+from batchinfer_kernels.probe import STRICT, find_row_rule
+from batchinfer_kernels.table import resolve
+from torch import Tensor
+
+OPS = ReferenceInt8(STRICT)
+WIDTHS = (64, 100, 576, 1)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def activations(rows: int, width: int) -> Tensor:
+    """Rows of different sizes, with outliers of one sign."""
+    x = normal(rows, width) * torch.logspace(-3, 3, rows)[:, None]
+    x[:, :: max(1, width // 3)] += 20.0
+    return x
+
+
+def layer(features: int, width: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """values int8 [N, K], scales [N, G]."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randint(-127, 128, (features, width), generator=draw, dtype=torch.int8)
+    return values, torch.rand(features, -(-width // GROUP), generator=draw) + 0.01
+
+
+def dense(values: Tensor, scales: Tensor) -> Tensor:
+    return values.double() * scales.double().repeat_interleave(GROUP, 1)[:, : values.shape[1]]
+
+
+def dequantized(x: QuantizedRows, width: int) -> Tensor:
+    codes = x.values.double().view(len(x), -1, GROUP) - x.zeros.double()[..., None]
+    return (codes * x.scales.double()[..., None]).view(len(x), -1)[:, :width]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_quantized_row_is_near_the_row(width: int) -> None:
+    x = activations(9, width)
+    x[3, :GROUP] = 0
+    rows = OPS.quantize(x, plain=True)
+    padded = -(-width // GROUP) * GROUP
+    assert rows.values.shape == (9, padded) and rows.scales.shape == rows.zeros.shape == (9, padded // GROUP)
+    assert len(rows) == 9
+    # Half a step, and another half where the zero point was rounded as well and a value fell off the end.
+    error = (dequantized(rows, width) - x.double()).abs()
+    assert (error <= rows.scales.double().repeat_interleave(GROUP, 1)[:, :width] * 1.001).all()
+    assert error.mean() <= 0.3 * rows.scales.double().mean()
+    assert ((rows.zeros >= 0) & (rows.zeros <= 255)).all()
+    assert not dequantized(rows, padded)[:, width:].any()  # the padding is exactly nothing
+    assert not rows.scales[3, 0] and not rows.values[3, :GROUP].any() and not rows.zeros[3, 0]
+    assert rows.plain is not None and torch.equal(rows.plain[:, :width], x.bfloat16())
+
+
+def test_zero_and_the_ends_of_a_group_are_exact() -> None:
+    """Whatever a group's range: zero is a value of its own, so that padding and masked inputs add nothing."""
+    x = torch.zeros(3, GROUP)
+    x[0, :2], x[1, :2], x[2, :2] = torch.tensor([-255.0, 255.0]), torch.tensor([10.0, 20.0]), torch.tensor([-4.0, -8.0])
+    rows = OPS.quantize(x)
+    assert rows.zeros[:, 0].tolist() == [128, 0, 255]
+    assert rows.scales[:, 0].tolist() == pytest.approx([2.0, 20 / 255, 8 / 255])
+    assert not dequantized(rows, GROUP)[:, 2:].any()
+
+
+def test_only_what_is_asked_for_is_made() -> None:
+    x = normal(5, 100)
+    assert OPS.quantize(x).plain is None
+    rows = OPS.quantize(x, values=False, plain=True)
+    assert len(rows) == 5 and rows.values.numel() == rows.scales.numel() == 0
+    assert rows.plain is not None and rows.plain.shape == (5, 128)
+    normed = OPS.rms_norm(x, torch.ones(100), 1e-5)
+    assert torch.equal(normed.values, OPS.quantize(resolve("reference").rms_norm(x, torch.ones(100), 1e-5)).values)
+
+
+@pytest.mark.parametrize("sick", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row(sick: float) -> None:
+    x = activations(6, 192)
+    healthy = OPS.quantize(x)
+    x[2, 70] = sick
+    rows = OPS.quantize(x, plain=True)
+    assert rows.scales[2].isnan().tolist() == [False, True, False]
+    y = OPS.linear(rows, OPS.pack(*layer(40, 192), normal(8, 192).bfloat16()), None, None)
+    others = [0, 1, 3, 4, 5]
+    assert not y[2].isfinite().any() and y[others].isfinite().all()
+    assert torch.equal(rows.values[others], healthy.values[others])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_product_is_that_of_the_dequantized_factors(width: int) -> None:
+    values, scales = layer(50, width)
+    plain, bias, x = normal(7, width).bfloat16(), normal(57, seed=4), activations(9, width)
+    rows = OPS.quantize(x, plain=True)
+    y = OPS.linear(rows, OPS.pack(values, scales, plain), bias, None)
+    assert y.dtype == torch.float32
+    left, right = dequantized(rows, width), dense(values, scales)
+    magnitude = left.abs() @ right.T.abs() + bias[:50].abs()
+    assert ((y[:, :50].double() - left @ right.T - bias[:50]).abs() <= 1e-6 * magnitude).all()
+    wide = x.bfloat16().double()
+    magnitude = wide.abs() @ plain.double().T.abs() + bias[50:].abs()
+    assert ((y[:, 50:].double() - wide @ plain.double().T - bias[50:]).abs() <= 1e-5 * magnitude).all()
+    residual = normal(9, 57, seed=5)
+    expected = residual + y
+    added = OPS.linear(rows, OPS.pack(values, scales, plain), bias, residual)
+    assert added is residual and torch.equal(added, expected)
+    alone = OPS.linear(rows, OPS.pack(None, None, plain), bias[50:], None)
+    assert torch.equal(alone, y[:, 50:])
+
+
+def test_gated_is_silu_of_the_gate_times_up() -> None:
+    gate, up = layer(100, 128, seed=2), layer(100, 128, seed=3)
+    x, bias = OPS.quantize(activations(5, 128) * 1e-3), normal(200)
+    rows = OPS.gated(x, OPS.pack_gated(*gate, *up), bias)
+    left = dequantized(x, 128)
+    gates, ups = (left @ dense(*part).T + b for part, b in zip((gate, up), bias.chunk(2), strict=True))
+    error = (dequantized(rows, 100) - torch.nn.functional.silu(gates) * ups).abs()
+    assert (error <= rows.scales.double().repeat_interleave(GROUP, 1)[:, :100] * 1.01).all()
+
+
+def test_rows_have_the_same_bytes_in_any_batch() -> None:
+    ops = ReferenceInt8(find_row_rule([(40, 192)]).rule)
+    packed = ops.pack(*layer(50, 192), normal(40, 192).bfloat16())
+    x = activations(40, 192)
+    whole = ops.linear(ops.rms_norm(x, normal(192), 1e-5, plain=True), packed, None, None)
+    for start, stop in ((0, 1), (3, 5), (7, 8), (11, 40)):
+        rows = ops.rms_norm(x[start:stop], normal(192), 1e-5, plain=True)
+        assert torch.equal(ops.linear(rows, packed, None, None), whole[start:stop])
+
+
+def test_argmax_of_the_specification() -> None:
+    weight = normal(30, 64).bfloat16()
+    weight[[7, 12, 29]] = 5.0
+    x = OPS.quantize(torch.rand(6, 64) + 0.1, values=False, plain=True)
+    index, finite = OPS.argmax(x, OPS.pack(None, None, weight))
+    assert index.tolist() == [7] * 6 and finite.all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("outputs", [1, 50, 3 * cpu.HEAD_TILE - 5])
+def test_linear_argmax_is_that_of_the_logits(backend: str, outputs: int) -> None:
+    ops = resolve(backend)
+    x, weight = normal(33, 40), normal(outputs, 40, seed=1)
+    logits = ops.linear(x, weight)
+    index, finite = ops.linear_argmax(x, weight)
+    assert torch.equal(index, logits.argmax(-1)) and finite.all()
+    for at in (0, 7, 32):
+        assert torch.equal(ops.linear_argmax(x[at : at + 1], weight)[0], index[at : at + 1])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_linear_argmax_of_equal_sick_and_huge_outputs(backend: str) -> None:
+    ops = resolve(backend)
+    outputs = 3 * cpu.HEAD_TILE
+    x, weight = torch.ones(8, 4), normal(outputs, 4)
+    x[4:] *= 3e37  # finite outputs whose sum is not
+    weight[[600, cpu.HEAD_TILE + 3, outputs - 1]] = 2.0
+    index, finite = ops.linear_argmax(x, weight)
+    assert index.tolist() == [600] * 8 and finite.all()
+    for sick in (torch.nan, torch.inf, -torch.inf):
+        x[2, 1] = sick
+        index, finite = ops.linear_argmax(x, weight)
+        assert finite.tolist() == [row != 2 for row in range(8)]
+        assert index[[0, 1, 3]].tolist() == [600] * 3
+    x[2, 1] = 1
+    weight[-2, 0] = torch.nan  # one output of the last tile is enough
+    assert not ops.linear_argmax(x, weight)[1].any()
