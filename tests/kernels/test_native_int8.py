@@ -1,0 +1,210 @@
+"""The C kernels of int8 layers against their specification (`batchinfer_kernels.int8.ReferenceInt8`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batchinfer_kernels.int8 import GROUP, Int8Ops, QuantizedRows, ReferenceInt8
+from batchinfer_kernels.native import library
+from batchinfer_kernels.probe import STRICT
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(library.available() is not None, reason=f"native kernels: {library.available()}")
+
+ROWS = (1, 2, 5, 6, 7, 13, 200)  # one, a part of a register block, whole ones, several row blocks
+SHAPES = ((64, 32), (576, 960), (100, 50), (130, 257), (1, 1), (64, 33))  # inputs, outputs
+
+
+@pytest.fixture(scope="module")
+def native() -> Int8Ops:
+    from batchinfer_kernels.native.int8 import NativeInt8
+
+    return NativeInt8()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Int8Ops:
+    return ReferenceInt8(STRICT)
+
+
+def activations(rows: int, width: int, seed: int = 0) -> Tensor:
+    """With outliers of one sign, as models have them, rows of different sizes, and a group of zeros."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=draw) * torch.logspace(-3, 3, rows)[:, None]
+    x[:, :: max(1, width // 3)] += 20.0
+    x[rows // 2, :GROUP] = 0.0
+    return x
+
+
+def weights(features: int, width: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randint(-127, 128, (features, width), generator=draw, dtype=torch.int8)
+    values[0] = 127  # the largest sums that there are
+    return values, torch.rand(features, -(-width // GROUP), generator=draw) + 0.01
+
+
+def dequantized(x: QuantizedRows, width: int) -> Tensor:
+    groups = x.scales.shape[1]
+    codes = x.values.double().view(len(x), groups, GROUP) - x.zeros.double()[..., None]
+    return (codes * x.scales.double()[..., None]).view(len(x), -1)[:, :width]
+
+
+def dense(values: Tensor, scales: Tensor) -> Tensor:
+    return values.double() * scales.double().repeat_interleave(GROUP, 1)[:, : values.shape[1]]
+
+
+def same(a: QuantizedRows, b: QuantizedRows) -> None:
+    for name in ("values", "scales", "zeros"):
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [64, 576, 100, 1])
+def test_quantize_is_the_reference_bit_by_bit(native: Int8Ops, reference: Int8Ops, rows: int, width: int) -> None:
+    x = activations(rows, width)
+    ours, theirs = native.quantize(x, plain=True), reference.quantize(x, plain=True)
+    same(ours, theirs)
+    assert ours.plain is not None and theirs.plain is not None
+    assert torch.equal(ours.plain, theirs.plain)
+
+
+@pytest.mark.parametrize("sick", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_makes_its_row_nan_and_no_other(native: Int8Ops, reference: Int8Ops, sick: float) -> None:
+    x = activations(9, 192)
+    x[4, 70] = sick
+    same(native.quantize(x), reference.quantize(x))
+    values, scales = weights(64, 192)
+    y = native.linear(native.quantize(x), native.pack(values, scales, None), None, None)
+    assert y[4].isnan().all() and y[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
+
+
+def test_the_smallest_and_the_largest_numbers(native: Int8Ops, reference: Int8Ops) -> None:
+    x = torch.zeros(8, 64)
+    x[0], x[1, 3], x[2, 3], x[3] = 1e-38, 1e-31, -1e-29, 3e38
+    x[4, 0], x[4, 1] = 3e38, -3e38  # the range itself is beyond float32
+    x[5], x[6, ::2] = -0.0, 1e-45
+    same(native.quantize(x), reference.quantize(x))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [64, 576, 100])
+def test_rms_norm(native: Int8Ops, reference: Int8Ops, rows: int, width: int) -> None:
+    x, weight = activations(rows, width), torch.rand(width) + 0.5
+    ours, theirs = native.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5)
+    # The mean is summed in another order: a number may fall on the other side of a rounding border.
+    assert (ours.values.int() - theirs.values.int()).abs().max() <= 1
+    torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("width", "features"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear(native: Int8Ops, reference: Int8Ops, rows: int, width: int, features: int, with_bias: bool) -> None:
+    values, scales = weights(features, width)
+    plain = torch.randn(40, width).bfloat16()
+    bias = torch.randn(features + 40) if with_bias else None
+    x = reference.quantize(activations(rows, width), plain=True)
+    y = native.linear(x, native.pack(values, scales, plain), bias, None)
+    theirs = reference.linear(x, reference.pack(values, scales, plain), bias, None)
+    # Per row and feature group by group in one order, and exact within a group.
+    assert torch.equal(y[:, :features], theirs[:, :features])
+    assert x.plain is not None
+    whole = torch.cat(
+        (dequantized(x, width) @ dense(values, scales).T, x.plain[:, :width].double() @ plain.double().T), 1
+    )
+    if bias is not None:
+        whole += bias
+    error, their_error = (y - whole).abs().max(), (theirs - whole).abs().max()
+    assert error <= 2 * their_error + 1e-6 * whole.abs().max()
+    residual = torch.randn(rows, features + 40)
+    expected = residual + y
+    added = native.linear(x, native.pack(values, scales, plain), bias, residual)
+    assert added is residual and torch.equal(added, expected)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("width", "inner"), [(64, 64), (576, 1536), (100, 72), (64, 1)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gated(native: Int8Ops, reference: Int8Ops, rows: int, width: int, inner: int, with_bias: bool) -> None:
+    gate, up = weights(inner, width, 2), weights(inner, width, 3)
+    scale = 1e-5  # so that silu is bent
+    parts = (gate[0], gate[1] * scale, up[0], up[1] * scale)
+    bias = torch.randn(2 * inner) if with_bias else None
+    x = reference.quantize(activations(rows, width))
+    y = native.gated(x, native.pack_gated(*parts), bias)
+    theirs = reference.gated(x, reference.pack_gated(*parts), bias)
+    assert y.values.shape == theirs.values.shape
+    torch.testing.assert_close(
+        dequantized(y, inner), dequantized(theirs, inner), rtol=0, atol=float(1.01 * y.scales.max())
+    )
+    assert (y.values.int() - theirs.values.int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kept", ["bytes", "plain"])
+@pytest.mark.parametrize("features", [1000, 31, 1])
+def test_argmax_is_that_of_the_logits(native: Int8Ops, rows: int, kept: str, features: int) -> None:
+    values, scales = weights(features, 96)
+    packed = native.pack(values, scales, None) if kept == "bytes" else native.pack(None, None, dense(values, scales))
+    x = native.quantize(activations(rows, 96), plain=True)
+    index, finite = native.argmax(x, packed)
+    assert torch.equal(index, native.linear(x, packed, None, None).argmax(-1))
+    assert finite.all()
+
+
+@pytest.mark.parametrize("copies", [3, 400, 2000])
+def test_argmax_among_outputs_that_bytes_cant_tell_apart(native: Int8Ops, copies: int) -> None:
+    """Up to more of them than a list of candidates holds: then all outputs are computed."""
+    draw = torch.Generator().manual_seed(5)
+    weight = torch.randn(5000, 128, generator=draw)
+    at = torch.randperm(5000, generator=draw)[:copies]
+    weight[at] = 3 + torch.randint(-1, 2, (copies, 128), generator=draw) * 2**-7
+    packed = native.pack(None, None, weight)
+    x = native.quantize(torch.rand(37, 128, generator=draw), values=False, plain=True)
+    y = native.linear(x, packed, None, None)
+    index, finite = native.argmax(x, packed)
+    largest = y.max(-1, keepdim=True).values
+    lowest = torch.where(y == largest, torch.arange(5000), 5000).amin(-1)
+    assert torch.equal(index, lowest) and finite.all()
+
+
+@pytest.mark.parametrize("kept", ["bytes", "plain"])
+def test_of_equal_logits_the_lowest_index_wins(native: Int8Ops, kept: str) -> None:
+    values = torch.full((500, 64), -3, dtype=torch.int8)
+    values[[77, 130, 131, 499]] = 5
+    scales = torch.ones(500, 1)
+    packed = native.pack(values, scales, None) if kept == "bytes" else native.pack(None, None, dense(values, scales))
+    index, _ = native.argmax(native.quantize(torch.rand(20, 64) + 0.1, plain=True), packed)
+    assert index.tolist() == [77] * 20
+
+
+@pytest.mark.parametrize("sick", [float("nan"), float("inf"), 3e38])
+def test_argmax_of_a_row_that_is_not_finite(native: Int8Ops, sick: float) -> None:
+    packed = native.pack(None, None, 2 + torch.rand(300, 128))
+    x = torch.randn(9, 128)
+    x[4, 70:72] = sick  # the outputs of 3e38 are infinite
+    index, finite = native.argmax(native.quantize(x, values=False, plain=True), packed)
+    assert finite.tolist() == [row != 4 for row in range(9)]
+    y = native.linear(native.quantize(x, values=False, plain=True), packed, None, None)
+    assert torch.equal(index[5:], y[5:].argmax(-1))
+
+
+def test_a_row_has_the_same_bytes_in_any_batch(native: Int8Ops) -> None:
+    values, scales = weights(300, 576)
+    packed = native.pack(values, scales, torch.randn(64, 576).bfloat16())
+    gated = native.pack_gated(values[:150], scales[:150], values[150:], scales[150:] * 1e-4)
+    norm = torch.rand(576)
+    x = activations(200, 576)
+    whole = native.rms_norm(x, norm, 1e-6, plain=True)
+    y, inner = native.linear(whole, packed, None, None), native.gated(whole, gated, None)
+    threads = torch.get_num_threads()
+    try:
+        for some in (slice(3, 4), slice(0, 7), slice(11, 200)):
+            for number in (1, 2, 3):
+                torch.set_num_threads(number)
+                rows = native.rms_norm(x[some], norm, 1e-6, plain=True)
+                assert torch.equal(native.linear(rows, packed, None, None), y[some])
+                part = native.gated(rows, gated, None)
+                assert torch.equal(part.values, inner.values[some]) and torch.equal(part.scales, inner.scales[some])
+    finally:
+        torch.set_num_threads(threads)
