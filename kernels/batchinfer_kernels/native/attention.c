@@ -15,7 +15,7 @@
 
 #include "bf16.h"
 
-enum { LANES = 16, ROWS = 6, MAX_SPLIT = 1024, MAX_HEAD_DIM = 256, MAX_BLOCKS = MAX_SPLIT / LANES };
+enum { LANES = 16, ROWS = 6, MAX_SPLIT = 1024, MAX_HEAD_DIM = 256, MAX_BLOCKS = MAX_SPLIT / LANES, BLOCKS_AHEAD = 8 };
 
 /* One step's plan; the same in attention.py. Positions are in sequences, tokens are rows of q. */
 struct step {
@@ -110,6 +110,8 @@ INLINE void load_queries(const struct row *rows, int num_rows, int dim, float sc
                                load_bf16(rows[r].query, i, dim, _mm512_set1_ps(scale)));
 }
 
+INLINE void fetch(const uint16_t *at) { _mm_prefetch((const char *)at, _MM_HINT_T0); }
+
 /* Scores of `num_rows` rows and `num_blocks` blocks of keys, both constants. */
 INLINE void score_blocks(const int num_rows, const int num_blocks, const uint16_t *queries, int pairs,
                          const uint16_t *const *keys, float *scores)
@@ -123,8 +125,10 @@ INLINE void score_blocks(const int num_rows, const int num_blocks, const uint16_
     for (int p = 0; p < pairs; p++) {
         __m512i key[8];
 #pragma GCC unroll 8
-        for (int b = 0; b < num_blocks; b++)
+        for (int b = 0; b < num_blocks; b++) {
             key[b] = _mm512_loadu_si512(keys[b] + p * 2 * LANES);
+            fetch(keys[b + num_blocks] + p * 2 * LANES);
+        }
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; r++) {
             int32_t pair;
@@ -210,12 +214,14 @@ INLINE void weigh_part(const int num_rows, const int num_parts, const uint16_t *
         for (int i = 0; i < num_parts; i++)
             sum[r][i] = _mm512_setzero_ps();
     for (int b = begin; b < end; b++) {
-        const uint16_t *block = values[b] + 2 * from;
+        const uint16_t *block = values[b] + 2 * from, *ahead = values[b + BLOCKS_AHEAD / 2] + 2 * from;
         for (int p = 0; p < LANES / 2; p++) {
             __m512i value[4];
 #pragma GCC unroll 8
-            for (int i = 0; i < num_parts; i++)
+            for (int i = 0; i < num_parts; i++) {
                 value[i] = _mm512_loadu_si512(block + (size_t)p * 2 * dim + i * 2 * LANES);
+                fetch(ahead + (size_t)p * 2 * dim + i * 2 * LANES);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < num_rows; r++) {
                 int32_t pair;
@@ -311,7 +317,7 @@ static void attend_item(const struct step *step, const struct layer *layer, int6
     const int64_t *members = step->members + step->tile_start[tile], count = step->tile_count[tile];
     const int64_t *table = step->block_tables + step->tile_chunk[tile] * step->table_width + begin / LANES;
 
-    const uint16_t *keys[MAX_BLOCKS], *values[MAX_BLOCKS];
+    const uint16_t *keys[MAX_BLOCKS + BLOCKS_AHEAD], *values[MAX_BLOCKS + BLOCKS_AHEAD];
     int64_t lowest = INT64_MAX, highest = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t position = step->positions[members[i]], first = first_seen(step, position);
@@ -324,6 +330,13 @@ static void attend_item(const struct step *step, const struct layer *layer, int6
         const int64_t at = table[b] * layer->block_stride + kv_head * layer->head_stride;
         keys[b] = layer->k_cache + at;
         values[b] = layer->v_cache + at;
+    }
+
+    /* What is read next: the first values after the last keys; after the last values nothing is known. */
+    const int64_t end = highest / LANES + 1;
+    for (int64_t b = 0; b < BLOCKS_AHEAD; b++) {
+        keys[end + b] = values[lowest / LANES + b < end ? lowest / LANES + b : end - 1];
+        values[end + b] = values[end - 1];
     }
 
     struct row rows[ROWS];
