@@ -123,6 +123,8 @@ class Coordinator:
 
     def begin(self) -> None:
         """Begins with what needs no workers: planning the first rows, where that takes but a moment."""
+        if self.job.arithmetic.degraded is not None:
+            self._note(self.job.arithmetic.degraded)
         self._carry_out(self.state.start())
         while self.end is None and not self.inbox.empty():
             event = self._understand(self.inbox.get())
@@ -187,7 +189,7 @@ class Coordinator:
                 _log.info("the engine of worker %s is ready after %.1f s", name, message["load_s"])
                 self.timings.moment("engine_ready")
                 self.timings.spans(f"engine {name}", message["spans"])
-                return ev.EngineReady(name)
+                return ev.EngineReady(name, message["max_num_seqs"])
             case "died":
                 reason = message["reason"]
                 if name in self._ended_as_hung:
@@ -203,6 +205,7 @@ class Coordinator:
                 self._forget_engine(name)
                 return ev.EngineStopped(name)
             case "first_token":
+                self.timings.cpu_s(f"engine {name}", message["cpu_s"])
                 known = self.timings.first_token_s
                 self.timings.moment("first_token", message["at"])
                 self.timings.spans(f"engine {name}", message["spans"])
@@ -213,6 +216,8 @@ class Coordinator:
                 self.timings.moment("last_durable")
                 counts = {key: message[key] for key in Tally.__dataclass_fields__}
                 return ev.LeaseProgress(name, message["lease"], Tally(**counts))
+            case "begun_all":
+                return ev.LeaseBegun(name, message["lease"])
             case "done":
                 return ev.LeaseDone(name, message["lease"])
             case "returned":
@@ -464,4 +469,4 @@ class Coordinator:
     def _unit_info(self, plan: WindowPlan, unit: Any) -> ev.UnitInfo:
         chunks = frozenset(chunk for chunk, _ in unit.chunks)
         complete = self.job.layout.unit_results(plan.window, unit.unit).exists()
-        return ev.UnitInfo(unit.unit, unit.num_rows, unit.work, chunks, complete)
+        return ev.UnitInfo(unit.unit, unit.num_rows, unit.work, chunks, complete, unit.shared_before)

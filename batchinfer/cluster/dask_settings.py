@@ -16,6 +16,12 @@ SETTINGS: dict[str, object] = {
     "distributed.worker.profile.enabled": False,
     "distributed.admin.tick.limit": "1 minute",  # silence about a busy event loop
     "distributed.admin.system-monitor.gil.enabled": False,
+    # What watches Dask itself wakes every process fifty times a second, on cores that engines want.
+    "distributed.admin.tick.interval": "1s",
+    "distributed.admin.tick.cycle": "10s",
+    "distributed.admin.system-monitor.interval": "10s",
+    "distributed.scheduler.active-memory-manager.start": False,
+    "distributed.client.scheduler-info-interval": "1 minute",
     # A result that died with its worker is asked for at an address where nobody listens, for as long as this allows,
     # before the task runs again: with Dask's own times that takes minutes.
     "distributed.comm.timeouts.connect": "5s",

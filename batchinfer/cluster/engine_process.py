@@ -166,7 +166,8 @@ class EngineProcess:
         gc.enable()
         feed = RowFeed(engine, self.job, epoch=self.config["epoch"], report=self.report)
         seconds = time.monotonic() - start
-        self.report({"t": "ready", "load_s": round(seconds, 2), "spans": phases.take()})
+        told = {"load_s": round(seconds, 2), "max_num_seqs": engine.scheduler.max_num_seqs, "spans": phases.take()}
+        self.report({"t": "ready", **told})
         _log.info("engine ready after %.1f s, %d threads", seconds, threads)
         return feed
 

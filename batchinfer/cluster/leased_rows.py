@@ -17,6 +17,8 @@ from batchinfer.data.prepared import Int64, PreparedRows, read_prepared
 from batchinfer.data.segments import done_rows
 from batchinfer.job.layout import JobLayout
 
+MAX_CUT_REACH = 32  # rows: how far from where it should be a lease may be cut, to keep a prefix together
+
 
 class LeasedRows:
     def __init__(
@@ -68,12 +70,28 @@ class LeasedRows:
             self._durable[position - self.start] = 1
 
     def give_back(self, *, half: bool) -> int:
-        """Ends the lease before rows that are not begun (all, or the second half of them); returns the new end."""
+        """Ends the lease before rows that are not begun (about all, or about the second half of them), where a new
+        prefix begins, so that few rows share one across the cut; returns the new end."""
         keep = self.num_begun + (self.num_left + 1) // 2 if half else self.num_begun
+        keep = self._end_of_prefix(keep)
         if keep < len(self._todo):
             self.stop = int(self._todo[keep])
             self._todo = self._todo[:keep]
         return self.stop
+
+    def _end_of_prefix(self, keep: int) -> int:
+        """Near `keep` (an index of `todo`), not before what is begun: where rows share fewest tokens."""
+        reach = min(MAX_CUT_REACH, self.num_left // 4)
+        places = range(max(self.num_begun, keep - reach), min(keep + reach, len(self._todo) - 1) + 1)
+        return min(places, key=lambda at: (self._shared_with_previous(at), abs(at - keep)), default=keep)
+
+    def _shared_with_previous(self, at: int) -> int:
+        if not at:
+            return 0  # where the lease itself was cut
+        before, row = (self.rows.token_ids(int(self._todo[at - k]) - self.start) for k in (1, 0))
+        size = min(len(before), len(row))
+        differ = np.flatnonzero(before[:size] != row[:size])
+        return int(differ[0]) if len(differ) else size
 
 
 def open_lease(

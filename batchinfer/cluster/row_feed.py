@@ -20,10 +20,8 @@ from batchinfer.job.manifest import ResolvedJob
 from batchinfer.types.request import Request, RequestOutput, SamplingParams
 
 MAX_BEGUN_AT_ONCE = 1024
-# An engine begins with a few rows, so that the first completions come after seconds and not after the prompts of a
-# whole batch have been computed; the batch is filled when the first row has ended, or after so long.
+# An engine begins with a few rows, so that the first token comes at once and not after the prompts of a whole batch.
 FIRST_ROWS = 4
-FIRST_ROWS_S = 5.0
 _PromptKey = tuple[bytes, str | None]
 
 
@@ -54,8 +52,6 @@ class RowFeed:
         self._files = {chunk.chunk: chunk.file for window in job.windows() for chunk in window.chunks}
         self._eos = job.eos_token_ids
         self._settings: dict[str | None, SamplingParams] = {}
-        self._first_begun: float | None = None
-        self._is_first = True
         self._token_told = False
         self._loop_s = 0.0
 
@@ -85,11 +81,11 @@ class RowFeed:
         outputs = self.engine.step()
         if not self._token_told and self.engine.scheduler.num_generated_tokens:
             self._token_told = True
-            self._report({"t": "first_token", "at": time.time(), "spans": phases.take()})
+            told = {"at": time.time(), "cpu_s": time.process_time(), "spans": phases.take()}
+            self._report({"t": "first_token", **told})
         for output in outputs:
             running = self._running.pop(output.request_id)
             running.outcome = output
-            self._is_first = False
             first, *others = running.rows
             self._end(running.lease, first[0], ResultRow.of(*first[1:], output))
             for position, chunk, row in others:
@@ -122,20 +118,18 @@ class RowFeed:
 
     def _fill(self) -> None:
         engine = self.engine
-        most = 2 * engine.scheduler.max_num_seqs
-        if self._is_first:
+        most = engine.scheduler.max_num_seqs * 3 // 2 + 1
+        if not self._token_told:
             most = min(most, FIRST_ROWS)
-            if self._first_begun is not None and time.monotonic() - self._first_begun > FIRST_ROWS_S:
-                self._is_first = False
-        if engine.num_unfinished > most * 3 // 4:
+        if engine.num_unfinished > most * 5 // 6:
             return
         for lease in list(self._leases.values()):
             while lease.num_left and engine.num_unfinished < most:
                 self._begin(lease, min(lease.num_left, most - engine.num_unfinished, MAX_BEGUN_AT_ONCE))
+                if not lease.num_left:
+                    self._report({"t": "begun_all", "lease": lease.lease})
 
     def _begin(self, lease: LeasedRows, count: int) -> None:
-        if self._first_begun is None:
-            self._first_begun = time.monotonic()
         start, stop = lease.begun_range(count)
         self._report({"t": "begun", "lease": lease.lease, "start": start, "stop": stop})  # before it can kill us
         rows = lease.rows

@@ -38,10 +38,6 @@ class StatusWriter:
         self._written = self._logged = float("-inf")
 
     def progress(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if now - self._written < WRITE_EVERY_S:
-            return
-        self._written = now
         self._status = replace(
             self._status,
             state="planning" if progress.phase == "planning" else "running",
@@ -62,6 +58,10 @@ class StatusWriter:
             message="; ".join(progress.notes),
             updated_at_s=time.time(),
         )
+        now = time.monotonic()
+        if now - self._written < WRITE_EVERY_S:
+            return
+        self._written = now
         self._write()
         if now - self._logged >= LOG_EVERY_S:
             self._logged = now

@@ -19,8 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from batchinfer_kernels import determinism
-
 from batchinfer.cluster.lifecycle import in_thread
 from batchinfer.cluster.local import LocalWorkers
 from batchinfer.cluster.phases import phases
@@ -150,14 +148,13 @@ def retry_job(
 def resolve_here(
     spec: JobSpec, *, extend: bool = False, ignore_existing: bool = False, retry: bool = False
 ) -> ResolvedJob:
-    """`job.resolve.resolve_job` for engines on this machine, whose instruction level fixes the bytes."""
+    """`job.resolve.resolve_job` for engines on this machine."""
     if spec.input.path.startswith("memory://"):
         raise ConfigError(
             f"input.path {spec.input.path}: memory:// lies in this process alone, and workers are processes of their "
             "own; give a file, or hand a datasets.Dataset to batchinfer.map"
         )
-    level = determinism.instruction_level()
-    return resolve_job(spec, extend=extend, ignore_existing=ignore_existing, retry=retry, instruction_level=level)
+    return resolve_job(spec, extend=extend, ignore_existing=ignore_existing, retry=retry)
 
 
 @contextlib.contextmanager

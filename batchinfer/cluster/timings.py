@@ -4,7 +4,7 @@ benchmarks to `OUT/__batchinfer/timings.json`, of the last run; nothing is decid
     moments   seconds since the start: job_frozen, scheduler_up, worker_joined, engine_ready, rows_ready (the first
               units are cut), first_lease, first_token, first_durable, last_durable, last_committed, end
     spans     {process, name, begin_s, end_s, cpu_s}: what took how long until the first token
-    cpu_s     by process (driver, "worker w0", "engine w0"), over its whole life
+    cpu_s     by process (driver, "worker w0", "engine w0"), over its whole life; `cpu_s_at_first_token`: until then
     engine    by worker: the engine's own counts (`cluster.row_feed.RowFeed.stats`), the last that it told
 """
 
@@ -32,11 +32,14 @@ class RunTimings:
         self._spans: list[dict[str, Any]] = []
         self._cpu_s: dict[str, float] = {}
         self._cpu_s_of_dead: dict[str, float] = {}
+        self._cpu_s_at_first_token: dict[str, float] = {}
         self._engine: dict[str, Mapping[str, Any]] = {}
 
     def moment(self, name: str, at: float | None = None) -> None:
         """Keeps the first of a name; of those that begin with `last_`, the last."""
         if name not in self.moments or name.startswith("last_"):
+            if name == "first_token":
+                self._cpu_s_at_first_token = {**self._cpu_s, "driver": time.process_time()}
             self.moments[name] = (time.time() if at is None else at) - self.started
 
     def spans(self, process: str, spans: Iterable[Span]) -> None:
@@ -81,6 +84,7 @@ class RunTimings:
             "cpu_s": {
                 name: round(seconds + self._cpu_s_of_dead.get(name, 0.0), 3) for name, seconds in self._cpu_s.items()
             },
+            "cpu_s_at_first_token": self._cpu_s_at_first_token,
             "engine": self._engine,
             "spans": sorted(self._spans, key=lambda span: float(span["begin_s"])),
         }

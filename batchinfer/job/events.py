@@ -33,6 +33,7 @@ class UnitInfo:
 
     chunks      those that own at least one of its rows
     complete    an earlier run finished it: it is only to be checked
+    shared_before   tokens that its first row shares with the last row of the unit before it in the window
     """
 
     unit: int
@@ -40,6 +41,7 @@ class UnitInfo:
     num_tokens: int
     chunks: frozenset[int]
     complete: bool = False
+    shared_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,10 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
+    """`num_seqs`: how many rows the engine runs at once; more than that must be leased for it to stay full."""
+
     worker: str
+    num_seqs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +235,14 @@ class LeaseProgress:
     worker: str
     lease: int
     tally: Tally
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseBegun:
+    """Every row of the lease is in the engine, or has an outcome: it is no reserve any more."""
+
+    worker: str
+    lease: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +328,7 @@ Event = (
     | ChunkPlanned
     | WindowCut
     | LeaseProgress
+    | LeaseBegun
     | LeaseDone
     | LeaseReturned
     | LeaseRefused

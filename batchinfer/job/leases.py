@@ -22,7 +22,9 @@ from batchinfer.job.suspects import Probe, carve, num_rows
 class LeaseLimits:
     """How much to lease, and when to give up a row or a worker.
 
-    min_leases, min_leased_rows, max_leases   a worker gets units until it has both minima, or the maximum
+    min_leases, min_leased_rows   of leases that hold rows not begun: a worker gets units until it has both, or
+    max_leases         in all; `rows_per_seq`: for each row that its engine runs at once, at least so many leased rows
+    look_ahead         so many pieces of the queue are looked at for one whose prefix no other worker has computed
     deaths_alone       engine deaths with one single row in flight after which that row is given up
     failed_starts      of a worker's engine in a row, then the worker is quarantined
     lost_starts        times in a row that a worker was lost before its engine was ready, then the same
@@ -32,7 +34,9 @@ class LeaseLimits:
 
     min_leases: int = 2
     min_leased_rows: int = 512
-    max_leases: int = 16
+    rows_per_seq: int = 3
+    max_leases: int = 64
+    look_ahead: int = 32
     deaths_alone: int = 2
     failed_starts: int = 3
     lost_starts: int = 10
@@ -46,6 +50,12 @@ class Lease:
     probe: Probe | None = None
     revoked: bool = False
     stubborn: bool = False  # it had nothing to give back: not asked again
+    begun: bool = False  # all of its rows are in the engine, or have an outcome
+    rows_done: int = 0
+
+    @property
+    def rows_left(self) -> int:
+        return max(0, self.piece.num_rows - self.rows_done)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,10 +68,17 @@ class WorkerState:
     fruitless_deaths: int = 0
     reason: str = ""
     fatal: bool = False
+    num_seqs: int = 0
+    last_unit: tuple[int, int] | None = None  # window and unit of the last grant: its prefixes are in the cache
 
     @property
     def leased_rows(self) -> int:
         return sum(lease.piece.num_rows for lease in self.leases.values())
+
+    @property
+    def rows_left(self) -> int:
+        """Leased rows without a durable result."""
+        return sum(lease.rows_left for lease in self.leases.values())
 
 
 class Leases:
@@ -75,12 +92,30 @@ class Leases:
         self._giving_up: set[Piece] = set()
         self._leases: dict[int, Lease] = {}
         self._next_lease = 0
+        self._shared_before: dict[int, list[int]] = {}  # by window: of each unit
 
     # Work --------------------------------------------------------------------------------------------------------
 
     def add(self, piece: Piece) -> None:
         self.open.setdefault((piece.window, piece.unit), set()).add(piece)
         self._queue.append(piece)
+
+    def open_window(self, window: int, shared_before: list[int]) -> None:
+        """The window's units are known: how many tokens the first row of each shares with the unit before it."""
+        self._shared_before[window] = shared_before
+
+    def close_window(self, window: int) -> None:
+        self._shared_before.pop(window, None)
+
+    def begun(self, worker: str, lease_id: int) -> None:
+        lease = self.find(worker, lease_id)
+        if lease is not None:
+            lease.begun = True
+
+    def progressed(self, worker: str, lease_id: int, rows: int) -> None:
+        lease = self.find(worker, lease_id)
+        if lease is not None:
+            lease.rows_done += rows
 
     def is_open(self, window: int, unit: int) -> bool:
         return bool(self.open.get((window, unit)))
@@ -171,11 +206,12 @@ class Leases:
         if worker.phase != "quarantined":
             worker.phase = "lost"
 
-    def engine_ready(self, name: str) -> None:
+    def engine_ready(self, name: str, num_seqs: int = 0) -> None:
         worker = self.workers.setdefault(name, WorkerState())
         if worker.phase != "quarantined":
             self._take_back(worker)
             worker.phase, worker.failed_starts, worker.lost_starts = "ready", 0, 0
+            worker.num_seqs, worker.last_unit = num_seqs, None
 
     def engine_stopped(self, name: str, stopping: bool, out: list[Instruction]) -> None:
         worker = self.workers.get(name)
@@ -297,24 +333,53 @@ class Leases:
         held_back = self._grant_probes(ready, out)
         while self._queue:
             wanting = [
-                (worker.leased_rows, name)
+                (worker.rows_left, name)
                 for name, worker in ready.items()
                 if name not in held_back and worker.probe is None and self._wants(worker)
             ]
             if not wanting:
                 return
-            self._grant(min(wanting)[1], self._queue.popleft(), None, out)
+            name = min(wanting)[1]
+            self._grant(name, self._take_for(ready[name]), None, out)
         self._revoke(ready, out)
 
     def _wants(self, worker: WorkerState) -> bool:
         if len(worker.leases) >= self.limits.max_leases:
             return False
-        return len(worker.leases) < self.limits.min_leases or worker.leased_rows < self.limits.min_leased_rows
+        reserve = [lease.piece.num_rows for lease in worker.leases.values() if not lease.begun]
+        rows = max(self.limits.min_leased_rows, self.limits.rows_per_seq * worker.num_seqs)
+        return len(reserve) < self.limits.min_leases or sum(reserve) < rows
+
+    def _take_for(self, worker: WorkerState) -> Piece:
+        """The first piece of the queue, but rather one a little further on than one whose prefix another worker has
+        computed and this one would have to compute again."""
+        best, least = 0, None
+        for place, piece in enumerate(itertools.islice(self._queue, self.limits.look_ahead)):
+            again = self._computed_again(worker, piece)
+            if least is None or again < least:
+                best, least = place, again
+            if not least:
+                break
+        piece = self._queue[best]
+        del self._queue[best]
+        return piece
+
+    def _computed_again(self, worker: WorkerState, piece: Piece) -> int:
+        """Tokens that the piece shares with the unit before it, but not with what this worker was given last."""
+        shared = self._shared_before.get(piece.window)
+        if piece.start or not shared or not shared[piece.unit]:
+            return 0  # a piece that came back goes first
+        own = 0
+        if worker.last_unit is not None and worker.last_unit[0] == piece.window:
+            first, last = sorted((worker.last_unit[1], piece.unit))
+            own = min(shared[first + 1 : last + 1], default=shared[piece.unit])
+        return max(0, shared[piece.unit] - own)
 
     def _grant(self, name: str, piece: Piece, probe: Probe | None, out: list[Instruction]) -> None:
         lease_id, self._next_lease = self._next_lease, self._next_lease + 1
         lease = Lease(name, piece, probe)
         self._leases[lease_id] = self.workers[name].leases[lease_id] = lease
+        self.workers[name].last_unit = (piece.window, piece.unit)
         out.append(ev.GrantLease(name, lease_id, piece, alone=probe is not None))
 
     def _grant_probes(self, ready: dict[str, WorkerState], out: list[Instruction]) -> set[str]:
@@ -342,22 +407,38 @@ class Leases:
         return set()
 
     def _revoke(self, ready: dict[str, WorkerState], out: list[Instruction]) -> None:
-        """Somebody is idle and the queue is empty: the worker with most rows gives back what it has not begun."""
-        idle = sum(1 for worker in ready.values() if not worker.leases and worker.probe is None)
+        """The queue is empty, and somebody has nothing in reserve: who has most left gives back what it has not
+        begun, unless the other would then have as much left as it has now (who has nothing always gets some)."""
+        hungry = [
+            worker
+            for worker in ready.values()
+            if worker.probe is None and all(lease.begun for lease in worker.leases.values())
+        ]
+        hungry.sort(key=lambda worker: worker.rows_left)
         asked = sum(1 for lease in self._leases.values() if lease.revoked)
-        for _, worker in sorted(ready.items(), key=lambda item: -item[1].leased_rows):
-            if idle <= asked:
+        takers = deque(hungry[asked:])
+        for _, worker in sorted(ready.items(), key=lambda item: -item[1].rows_left):
+            if not takers:
                 return
             choice = [
                 (lease_id, lease)
                 for lease_id, lease in worker.leases.items()
-                if not lease.stubborn and not lease.revoked and lease.probe is None and lease.piece.num_rows > 1
+                if not lease.stubborn
+                and not lease.revoked
+                and not lease.begun
+                and lease.probe is None
+                and lease.piece.num_rows > 1
             ]
-            if choice and not any(lease.revoked for lease in worker.leases.values()):
-                lease_id, lease = choice[-1]
-                lease.revoked = True
-                asked += 1
-                out.append(ev.RevokeLease(lease.worker, lease_id, half=len(worker.leases) == 1))
+            if not choice or any(lease.revoked for lease in worker.leases.values()):
+                continue
+            lease_id, lease = choice[-1]
+            half = len(choice) == 1
+            size = lease.rows_left // 2 if half else lease.rows_left
+            if takers[0].leases and takers[0].rows_left + size >= worker.rows_left:
+                continue
+            takers.popleft()
+            lease.revoked = True
+            out.append(ev.RevokeLease(lease.worker, lease_id, half=half))
 
     def check(self) -> None:
         """Every open piece is in exactly one place, pieces of a unit do not overlap, leases belong to workers."""

@@ -55,6 +55,7 @@ class Unit:
     """Rows that stand together by their token ids, leased and run together.
 
     computed_tokens   prompt tokens with each prefix shared inside the unit counted once
+    shared_before     tokens that its first row shares with the last row of the unit before it
     work              computed_tokens plus the output tokens assumed: what units are made comparable by
     chunks            (chunk, rows) for each chunk that owns rows of it
     """
@@ -65,6 +66,7 @@ class Unit:
     computed_tokens: int
     work: int
     chunks: tuple[tuple[int, int], ...]
+    shared_before: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,12 +108,13 @@ class JobState:
         self._handlers: dict[type, Callable[[Any, list[Instruction]], None]] = {
             ev.WorkerJoined: lambda e, out: self.leases.worker_joined(e.worker, out),
             ev.WorkerLost: lambda e, out: self.leases.worker_lost(e.worker, e.reason, out),
-            ev.EngineReady: lambda e, out: self.leases.engine_ready(e.worker),
+            ev.EngineReady: lambda e, out: self.leases.engine_ready(e.worker, e.num_seqs),
             ev.EngineDied: self._on_engine_died,
             ev.EngineStopped: lambda e, out: self.leases.engine_stopped(e.worker, self.stopping, out),
             ev.ChunkPlanned: self._on_chunk_planned,
             ev.WindowCut: self._on_window_cut,
             ev.LeaseProgress: self._on_lease_progress,
+            ev.LeaseBegun: lambda e, out: self.leases.begun(e.worker, e.lease),
             ev.LeaseDone: self._on_lease_done,
             ev.LeaseReturned: self._on_lease_returned,
             ev.LeaseRefused: self._on_lease_refused,
@@ -191,6 +192,7 @@ class JobState:
         self.fresh += event.tally
         if event.tally.rows:
             self.leases.fruitful(event.worker)
+            self.leases.progressed(event.worker, event.lease, event.tally.rows)
         self._check_failures(out)
 
     def _on_lease_done(self, event: ev.LeaseDone, out: list[Instruction]) -> None:
@@ -246,6 +248,7 @@ class JobState:
         if window is None or window.phase != "cutting":
             return
         window.phase = "running"
+        self.leases.open_window(event.window, [info.shared_before for info in event.units])
         for info in event.units:
             window.units[info.unit] = _Unit(info)
             window.unfinished.update(info.chunks)
@@ -299,6 +302,7 @@ class JobState:
     def _on_window_cleaned(self, event: ev.WindowCleaned, out: list[Instruction]) -> None:
         self._tasks.pop(ev.CleanWindow(event.window), None)
         self._windows.pop(event.window, None)
+        self.leases.close_window(event.window)
 
     # Tasks -------------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ def cut_units(job: ResolvedJob, window: int, chunks: Sequence[ChunkSummary], *, 
                 computed_tokens=computed,
                 work=computed + int(output[start:stop].sum()),
                 chunks=tuple(zip(owners.tolist(), counts.tolist(), strict=True)),
+                shared_before=int(lcp[start]),
             )
         )
     owners, at = np.unique(rows.chunks[order], return_inverse=True)

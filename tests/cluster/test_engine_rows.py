@@ -13,7 +13,7 @@ import pytest
 
 from batchinfer.cluster import tasks
 from batchinfer.cluster.leased_rows import LeasedRows, open_lease, unit_segments
-from batchinfer.cluster.row_feed import RowFeed
+from batchinfer.cluster.row_feed import FIRST_ROWS, RowFeed
 from batchinfer.data.prepared import PreparedRows
 from batchinfer.data.segments import merge_segments
 from batchinfer.engine import load_engine
@@ -58,6 +58,15 @@ def test_what_is_given_back_was_not_begun(begun: int, half: bool, stop: int) -> 
     lease.begin(begun)
     assert lease.give_back(half=half) == stop
     assert lease.begin(100).tolist() == list(range(begun, stop))
+
+
+def test_a_lease_is_cut_where_a_new_prefix_begins() -> None:
+    groups = [[group] * 50 + [row] for group in range(8) for row in range(5)]
+    rows = PreparedRows.from_lists(0, list(range(40)), groups)
+    for begun, half, stop in ((0, True, 20), (3, True, 20), (3, False, 5), (5, False, 5), (38, False, 38)):
+        lease = LeasedRows(lease=0, window=0, unit=0, start=0, stop=40, rows=rows, todo=np.arange(40))
+        lease.begin(begun)
+        assert lease.give_back(half=half) == stop, (begun, half)
 
 
 class Workshop:
@@ -150,6 +159,24 @@ def test_equal_greedy_prompts_run_once(tmp_path: Path, temperature: float, reque
     assert table.num_rows == 30
     texts = {row["completion"][0] for row in table.to_pylist()}
     assert len(texts) == 2 if temperature == 0 else len(texts) > 25
+    computed = [row["prompt_tokens"] - row["cached_tokens"] for row in table.to_pylist()]
+    if not temperature:  # what does not run computes nothing
+        assert sum(count > 0 for count in computed) <= requests + len(shop.plan.units)
+
+
+def test_the_first_token_waits_for_few_rows_and_then_the_batch_is_filled(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path, [f"row {i} {'x' * i}" for i in range(60)])
+    feed = shop.feed()
+    for number, unit in enumerate(shop.plan.units):
+        feed.add(shop.lease(number, unit.unit, 0, unit.num_rows))
+    feed.step()
+    assert feed.engine.num_unfinished <= FIRST_ROWS and len(shop.kinds("first_token")) == 1
+    feed.step()
+    assert feed.engine.stats().num_running + feed.engine.stats().num_waiting >= 16
+    run_to_end(feed)
+    feed.close()
+    assert len(shop.kinds("first_token")) == 1
+    assert sorted(message["lease"] for message in shop.kinds("begun_all")) == list(range(len(shop.plan.units)))
 
 
 def test_rows_given_back_are_not_run_and_the_rest_is_done(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -25,6 +26,14 @@ def test_a_job_from_start_to_end(folder: JobFolder) -> None:
     assert "Proved" in folder.run("verify", "job.yaml")
     state = json.loads(folder.run("status", "out", "--json"))
     assert (state["state"], state["rows_done"], state["rows_failed"]) == ("finished", 60, 0)
+    timings = json.loads((folder.state / "timings.json").read_text())
+    moments = timings["moments"]
+    order = ["job_frozen", "rows_ready", "first_lease", "first_token", "first_durable", "last_durable", "end"]
+    assert sorted(order, key=moments.__getitem__) == order and moments["job_frozen"] > 0
+    assert state["first_token_s"] == pytest.approx(moments["first_token"], abs=0.001)
+    assert set(timings["cpu_s"]) == {"driver", "worker w0", "engine w0"} and min(timings["cpu_s"].values()) > 0
+    assert {span["process"] for span in timings["spans"]} == {"driver", "worker w0", "engine w0"}
+    assert timings["engine"]["w0"]["generated_tokens"] > 0
     # Again: says so, runs nothing, same exit code.
     before = sorted(path.stat().st_mtime_ns for path in folder.out.glob("part-*"))
     assert "finished already" in folder.run()
@@ -88,6 +97,23 @@ def test_one_worker_and_two_give_the_same_rows(folder: JobFolder) -> None:
     folder.run("submit", "job.yaml", "--set", "cluster.workers=2", "--set", "output.path=two")
     folder.out = folder.root / "two"
     assert folder.table().equals(one)
+
+
+def test_two_workers_compute_hardly_more_prompt_tokens_than_one(folder: JobFolder) -> None:
+    """Documents, several questions about each, in any order: what is shared is computed once, and said."""
+    texts = [f"{doc:03d} {chr(97 + doc % 26) * 150} question {q}" for doc in range(60) for q in range(4)]
+    random.Random(0).shuffle(texts)
+    folder.input({"text": texts})
+    computed = {}
+    for workers in (1, 2):
+        folder.job(FAST + "&step_delay_ms=5", cluster={"workers": workers}, engine={"max_num_seqs": 16})
+        folder.run("submit", "job.yaml", "--fresh")
+        status = json.loads(folder.run("status", "out", "--json"))
+        computed[workers] = status["prompt_tokens"] - status["cached_tokens"]
+        assert 0.97 <= status["cached_tokens"] / status["shareable_tokens"] <= 1
+    assert computed[2] <= 1.015 * computed[1]
+    survey = folder.run("plan", "job.yaml", "--set", "output.path=elsewhere")
+    assert f"{status['shareable_tokens']:,}" in survey
 
 
 def test_the_failure_limit_stops_the_job(folder: JobFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -145,6 +146,21 @@ def test_equal_prompts_are_counted_as_duplicates(shop):
     job = freeze_job(resolve_job(shop.spec()))
     (window,) = job.windows()
     assert shop.plan(job, 0, window.chunks).duplicate_rows == 4
+
+
+def shared_chars(a: str, b: str) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def test_parts_say_how_many_tokens_could_be_shared(shop, small_chunks):
+    texts = [f"{'abcdefghijk'[i % 11] * 20} {i}" for i in range(60)]
+    shop.write("a.parquet", {"prompt": texts})
+    job = shop.submit()
+    plan_of_each_window = 0
+    for window in job.windows():
+        rows = sorted(text for chunk in window.chunks for text in texts[chunk.start : chunk.stop])
+        plan_of_each_window += sum(itertools.starmap(shared_chars, itertools.pairwise(rows)))
+    assert summarize(job).shareable_tokens == plan_of_each_window > 0
 
 
 def test_only_prompt_columns_are_read_when_planning(shop, monkeypatch):

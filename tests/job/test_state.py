@@ -131,6 +131,53 @@ def test_small_units_are_leased_until_there_are_rows_enough() -> None:
     assert len(drive.grants()["w0"]) == 5
 
 
+def test_leases_whose_rows_are_all_begun_are_no_reserve() -> None:
+    drive = running(*[10] * 8)
+    assert len(drive.grants()["w0"]) == 2
+    assert [g.piece.unit for g in drive(ev.LeaseBegun("w0", 0)) if isinstance(g, ev.GrantLease)] == [2]
+    assert drive(ev.LeaseBegun("w1", 0)) == []  # not its lease: late news
+    assert drive(ev.LeaseBegun("w0", 99)) == []
+
+
+def test_an_engine_that_runs_many_rows_at_once_is_leased_more() -> None:
+    drive = Driver(JobState([WindowPlan(0, (0,))]))
+    drive(ev.WorkerJoined("w0"))
+    drive(ev.EngineReady("w0", num_seqs=300))
+    drive(ev.ChunkPlanned(0, 0, 4000, 0))
+    drive(ev.WindowCut(0, units(*[100] * 40)))
+    assert len(drive.grants()["w0"]) == 9  # three times as many rows as run at once
+
+
+def shared(*tokens: int) -> tuple[UnitInfo, ...]:
+    """Units of ten rows, each of which shares so many tokens with the one before it."""
+    return tuple(UnitInfo(i, 10, 10, frozenset({0}), shared_before=count) for i, count in enumerate(tokens))
+
+
+def test_a_prefix_is_computed_by_one_worker_where_there_are_others_to_take() -> None:
+    drive = Driver(JobState([WindowPlan(0, (0,))], lease_limits=LeaseLimits(min_leases=1, min_leased_rows=1)))
+    for worker in ("w0", "w1"):
+        drive(ev.WorkerJoined(worker))
+        drive(ev.EngineReady(worker))
+    drive(ev.ChunkPlanned(0, 0, 60, 0))
+    # Units 0 to 2 share 900 tokens and 3 to 5 other 900; all of them share 20.
+    drive(ev.WindowCut(0, shared(0, 900, 900, 20, 900, 900)))
+    assert {name: [g.piece.unit for g in grants] for name, grants in drive.grants().items()} == {"w0": [0], "w1": [3]}
+    assert [g.piece.unit for g in drive(ev.LeaseBegun("w1", 1)) if isinstance(g, ev.GrantLease)] == [4]
+    assert [g.piece.unit for g in drive(ev.LeaseBegun("w0", 0)) if isinstance(g, ev.GrantLease)] == [1]
+    assert [g.piece.unit for g in drive(ev.LeaseBegun("w1", 2)) if isinstance(g, ev.GrantLease)] == [5]
+    # Nothing else is left: rather compute the prefix again than idle.
+    assert [g.piece.unit for g in drive(ev.LeaseBegun("w1", 4)) if isinstance(g, ev.GrantLease)] == [2]
+
+
+def test_who_runs_short_is_given_a_share_but_not_more_than_that() -> None:
+    drive = running(40, 40, workers=("w0", "w1"), lease_limits=LeaseLimits(min_leases=2, min_leased_rows=1))
+    assert len(drive.grants()["w0"]) == len(drive.grants()["w1"]) == 1
+    assert drive(ev.LeaseBegun("w1", 1)) == []  # it has as many rows left as the other
+    progress = Tally(rows=30, prompt_tokens=30)
+    assert drive(ev.LeaseProgress("w1", 1, progress)) == [ev.RevokeLease("w0", 0, half=True)]
+    assert drive(ev.LeaseReturned("w0", 0, 20)) == [ev.GrantLease("w1", 2, Piece(0, 0, 20, 40))]
+
+
 def test_a_lost_worker_costs_nobody_anything() -> None:
     drive = running(4, 4, 4, 4, workers=("w0", "w1"))
     drive.last = drive(ev.WorkerLost("w0"))
