@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,6 +117,12 @@ def test_fake_rows_do_not_depend_on_anything_else(
 
 MAX_MODEL_LEN = 96
 FAMILIES = ["llama", "qwen3", "smollm"]
+# What differs between arithmetics; rows of one are compared with rows of the same.
+ARITHMETICS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "int8": {"quantization": "int8"},  # with the best kernels that are here
+    "int8 reference": {"quantization": "int8", "kernels": "reference"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -124,13 +131,13 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_tiny(folder / family, family) for family in FAMILIES}
 
 
-def tiny_engine(model: Path, *, pool_blocks: int = 300, **options: Any) -> Engine:
+def tiny_engine(model: Path, arithmetic: str = "float32", *, pool_blocks: int = 300, **options: Any) -> Engine:
     settings = {
         "model": str(model),
-        "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
         "kv_cache_memory": 1 << 25,
         "num_threads": 1,
+        **ARITHMETICS[arithmetic],
         **options,
     }
     engine = load_engine(EngineConfig(**settings))
@@ -143,15 +150,13 @@ def tiny_engine(model: Path, *, pool_blocks: int = 300, **options: Any) -> Engin
 
 
 @pytest.fixture(scope="module")
-def one_at_a_time(tiny_models: dict[str, Path]) -> Callable[[str], Result]:
+def one_at_a_time(tiny_models: dict[str, Path]) -> Callable[[str, str], Result]:
     """What a family gives for every row alone, its prompt in one piece, nothing cached."""
 
     @functools.cache
-    def run(family: str) -> Result:
-        engine = tiny_engine(
-            tiny_models[family], max_num_seqs=1, max_num_batched_tokens=512, enable_prefix_caching=False
-        )
-        return results(engine, tiny_rows(), check=False)
+    def run(family: str, arithmetic: str) -> Result:
+        alone = {"max_num_seqs": 1, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
+        return results(tiny_engine(tiny_models[family], arithmetic, **alone), tiny_rows(), check=False)
 
     return run
 
@@ -163,38 +168,62 @@ def tiny_rows() -> list[Request]:
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("budget", [16, 512])
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 64])
+@pytest.mark.parametrize("arithmetic", ["float32", "int8"])
 def test_rows_of_a_model_do_not_depend_on_the_batch(
     tiny_models: dict[str, Path],
-    one_at_a_time: Callable[[str], Result],
+    one_at_a_time: Callable[[str, str], Result],
+    arithmetic: str,
     max_num_seqs: int,
     budget: int,
     cache: bool,
 ) -> None:
     engine = tiny_engine(
         tiny_models["llama"],
+        arithmetic,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         enable_prefix_caching=cache,
     )
     found = results(engine, tiny_rows(), check=False)
-    assert differing(one_at_a_time("llama"), found) == []
+    assert differing(one_at_a_time("llama", arithmetic), found) == []
     assert (engine.stats().num_cached_tokens > 0) == cache
 
 
-@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("arithmetic", ["int8", "int8 reference"])
 @pytest.mark.parametrize("family", FAMILIES)
+def test_members_in_int8_do_not_depend_on_the_batch(
+    tiny_models: dict[str, Path], one_at_a_time: Callable[[str, str], Result], family: str, arithmetic: str
+) -> None:
+    engine = tiny_engine(tiny_models[family], arithmetic, max_num_seqs=7, max_num_batched_tokens=24, num_threads=2)
+    assert differing(one_at_a_time(family, arithmetic), results(engine, tiny_rows())) == []
+    torch.set_num_threads(1)
+    assert differing(one_at_a_time(family, arithmetic), one_at_a_time(family, "float32")) != []
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(
+    ("family", "arithmetic", "block_size", "pool_blocks"),
+    [*((family, "float32", 4, 28) for family in FAMILIES), ("llama", "int8", 16, 6), ("smollm", "int8", 4, 28)],
+)
 def test_fifty_pre_emptions_change_no_bit(
-    tiny_models: dict[str, Path], one_at_a_time: Callable[[str], Result], family: str, cache: bool
+    tiny_models: dict[str, Path],
+    one_at_a_time: Callable[[str, str], Result],
+    family: str,
+    arithmetic: str,
+    block_size: int,
+    pool_blocks: int,
+    cache: bool,
 ) -> None:
     engine = tiny_engine(
         tiny_models[family],
-        pool_blocks=MAX_MODEL_LEN // 4 + 4,
-        block_size=4,
+        arithmetic,
+        pool_blocks=pool_blocks,
+        block_size=block_size,
         max_num_seqs=16,
         max_num_batched_tokens=64,
         enable_prefix_caching=cache,
     )
-    expected = one_at_a_time(family)
+    expected = one_at_a_time(family, arithmetic)
     for _ in range(20):
         assert differing(expected, results(engine, tiny_rows())) == []
         if engine.stats().num_preemptions >= 50:
