@@ -156,7 +156,7 @@ def test_a_whole_contest(tmp_path: Path) -> None:
         peers=peers,
         max_tokens=4,
         folder=tmp_path / "runs",
-        timeout_s=120,
+        timeout_s=280,
     )
     contest.run(1, said.append)
     (done,) = contest.rounds

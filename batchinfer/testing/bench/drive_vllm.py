@@ -19,6 +19,7 @@ def main() -> None:
         max_num_seqs=256,
         enable_prefix_caching=True,
         dtype="bfloat16",
+        gpu_memory_utilization=0.5,  # so much of the host's memory must be free at its start
         disable_log_stats=False,  # for the time of the first token
     )
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True)
