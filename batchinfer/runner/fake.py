@@ -143,18 +143,17 @@ class FakeRunner:
         token_ids: dict[int, tuple[int, ...]] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        sizes = [group.block_size for group in self.kv_groups]
         self._copy(plan)
+        groups = [(i, kv, self.kv_groups[i].block_size) for i, kv in enumerate(self._kv)]
         num_tokens = 0
         for chunk in plan.chunks:
-            seq_id = chunk.seq_id
+            seq_id, start, ids, tables, _ = chunk
             if seq_id in errors:
                 continue
-            start, ids = chunk.start, chunk.token_ids
             end = start + len(ids)
             num_tokens += len(ids)
             trace = traces[seq_id]
-            hashes = trace.hashes
+            hashes, last_blocks = trace.hashes, trace.last_blocks
             if len(hashes) < start:
                 trace.extend(start)
             state = hashes[start - 1] if start else _START
@@ -162,23 +161,23 @@ class FakeRunner:
             for token in ids:
                 state = (state * _FACTOR + token) & _MASK
                 states.append(state)
-            for kv, size, table, known in zip(self._kv, sizes, chunk.block_tables, trace.tables, strict=True):
-                if start:
-                    if start != trace.end or table[: len(known)] != known:
-                        _check_prefix(seq_id, kv, size, table, hashes, start)
-                        known.clear()
-                    elif kv[table[(start - 1) // size] * size + (start - 1) % size] != hashes[start - 1]:
-                        raise _wrong_slot(seq_id, start - 1, table[(start - 1) // size])
-                else:
-                    known.clear()
-                num_known = len(known)
-                if num_known * size < end:
-                    known += table[num_known : -(-end // size)]
-                if len(ids) == 1:
-                    kv[table[start // size] * size + start % size] = state
-                else:
-                    _write(kv, table, size, start, states)
             hashes[start:end] = states
+            for group, kv, size in groups:
+                table = tables[group]
+                if start:
+                    place, offset = divmod(start - 1, size)
+                    block = table[place]
+                    if start != trace.end or block != last_blocks[group]:
+                        _check_prefix(seq_id, kv, size, table, hashes, start)
+                    elif kv[block * size + offset] != hashes[start - 1]:
+                        raise _wrong_slot(seq_id, start - 1, block)
+                place, offset = divmod(start, size)
+                if end == start + 1:
+                    last_blocks[group] = table[place]
+                    kv[table[place] * size + offset] = state
+                else:
+                    last_blocks[group] = table[(end - 1) // size]
+                    _write(kv, table, size, start, states)
             trace.end = end
             spec = specs[seq_id]
             sampling = spec.sampling
@@ -190,13 +189,13 @@ class FakeRunner:
                 ]
             if chunk.num_logits:
                 mixed = state
-                for group, (kv, size, table) in enumerate(zip(self._kv, sizes, chunk.block_tables, strict=True)):
-                    num_full = end // size
-                    if num_full:
-                        block = state % num_full
-                        found = kv[table[block] * size + size - 1]
-                        if found != hashes[block * size + size - 1]:
-                            raise _wrong_slot(seq_id, block * size + size - 1, table[block])
+                for group, kv, size in groups:
+                    if end >= size:
+                        place = state % (end // size)
+                        block = tables[group][place]
+                        found = kv[block * size + size - 1]
+                        if found != hashes[place * size + size - 1]:
+                            raise _wrong_slot(seq_id, place * size + size - 1, block)
                         if group == 0:
                             mixed ^= found
                 token = self._sample(spec, mixed, end - len(spec.prompt_token_ids))
@@ -257,15 +256,15 @@ class FakeRunner:
 
 class _Trace:
     """What a sequence's slots must hold. hashes[p] is the rolling hash of tokens 0 .. p, `end` where its last chunk
-    ended, `tables` the blocks that it had then, by group."""
+    ended, `last_blocks` in which block that was, by group."""
 
-    __slots__ = ("end", "hashes", "prompt", "tables")
+    __slots__ = ("end", "hashes", "last_blocks", "prompt")
 
     def __init__(self, prompt: Sequence[int], num_groups: int) -> None:
         self.prompt = prompt
         self.hashes: list[int] = []
         self.end = 0
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.last_blocks = [-1] * num_groups
 
     def extend(self, stop: int) -> None:
         """Hashes up to `stop`, of tokens that came from a cache: output has been run by this sequence before."""

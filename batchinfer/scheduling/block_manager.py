@@ -70,7 +70,11 @@ class BlockManager:
     def num_idle_among(self, blocks: Iterable[int]) -> int:
         """How many of these blocks stop being available once they are acquired."""
         num_refs = self._num_refs
-        return sum(num_refs[block] == 0 for block in blocks)
+        count = 0
+        for block in blocks:
+            if num_refs[block] == 0:
+                count += 1
+        return count
 
     def is_private(self, block: int) -> bool:
         """Whether one sequence alone uses the block and nobody can find it."""

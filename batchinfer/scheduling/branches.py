@@ -16,32 +16,54 @@ Value = TypeVar("Value")
 Tokens = tuple[int, ...]
 
 
+class _Runs(Generic[Value]):
+    """Two runs or more behind one parent: `values[i]` belongs to `tokens[i]`; tokens are sorted and all different."""
+
+    __slots__ = ("tokens", "values")
+
+    def __init__(self, tokens: list[Tokens], values: list[Value]) -> None:
+        self.tokens = tokens
+        self.values = values
+
+
 class Branches(Generic[Value]):
-    """Token runs of at least one token by the hash of the block before them, each with a value."""
+    """Token runs of at least one token by the hash of the block before them, each with a value.
+
+    Nearly every parent has one run only, which then stands for itself as `(tokens, value)`.
+    """
 
     __slots__ = ("_after",)
 
     def __init__(self) -> None:
-        self._after: dict[int, list[tuple[Tokens, Value]]] = {}  # sorted by tokens, which are all different
+        self._after: dict[int, tuple[Tokens, Value] | _Runs[Value]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._after)
 
     def __iter__(self) -> Iterator[tuple[int, Tokens, Value]]:
         for parent, runs in self._after.items():
-            for tokens, value in runs:
-                yield parent, tokens, value
+            if isinstance(runs, tuple):
+                yield parent, *runs
+            else:
+                for tokens, value in zip(runs.tokens, runs.values, strict=True):
+                    yield parent, tokens, value
 
     def add(self, parent: int, tokens: Tokens, value: Value) -> bool:
         """False, and nothing done, where the same run is there already."""
         runs = self._after.get(parent)
         if runs is None:
-            self._after[parent] = [(tokens, value)]
+            self._after[parent] = (tokens, value)
             return True
-        place = bisect_left(runs, (tokens,))
-        if place < len(runs) and runs[place][0] == tokens:
+        if isinstance(runs, tuple):
+            only, its_value = runs
+            if only == tokens:
+                return False
+            runs = self._after[parent] = _Runs([only], [its_value])
+        place = bisect_left(runs.tokens, tokens)
+        if place < len(runs.tokens) and runs.tokens[place] == tokens:
             return False
-        runs.insert(place, (tokens, value))
+        runs.tokens.insert(place, tokens)
+        runs.values.insert(place, value)
         return True
 
     def remove(self, parent: int, tokens: Tokens, value: Value) -> bool:
@@ -49,13 +71,17 @@ class Branches(Generic[Value]):
         runs = self._after.get(parent)
         if runs is None:
             return False
-        place = bisect_left(runs, (tokens,)) if len(runs) > 1 else 0
-        if place == len(runs) or runs[place] != (tokens, value):
-            return False
-        if len(runs) == 1:
+        if isinstance(runs, tuple):
+            if runs[1] != value or runs[0] != tokens:
+                return False
             del self._after[parent]
-        else:
-            del runs[place]
+            return True
+        place = bisect_left(runs.tokens, tokens)
+        if place == len(runs.tokens) or runs.values[place] != value or runs.tokens[place] != tokens:
+            return False
+        del runs.tokens[place], runs.values[place]
+        if len(runs.tokens) == 1:
+            self._after[parent] = (runs.tokens[0], runs.values[0])
         return True
 
     def longest(self, parent: int, tokens: Tokens) -> tuple[int, Value | None]:
@@ -63,25 +89,33 @@ class Branches(Generic[Value]):
         runs = self._after.get(parent)
         if runs is None:
             return 0, None
-        place = bisect_left(runs, (tokens,))
-        best, value = 0, None
-        if place < len(runs):
-            best = _num_common(runs[place][0], tokens)
-            value = runs[place][1] if best else None
+        if isinstance(runs, tuple):
+            best = _num_common(runs[0], tokens)
+            return best, runs[1] if best else None
+        known = runs.tokens
+        place = bisect_left(known, tokens)
+        best = before = 0
+        if place < len(known):
+            best = _num_common(known[place], tokens)
         if place and best < len(tokens):
-            before = _num_common(runs[place - 1][0], tokens)
-            if before > best:
-                best, value = before, runs[place - 1][1]
-        return best, value
+            before = _num_common(known[place - 1], tokens)
+        if before > best:
+            return before, runs.values[place - 1]
+        return best, runs.values[place] if best else None
 
     def check(self) -> None:
         for runs in self._after.values():
-            assert runs, "an empty list of runs was kept"
-            assert all(tokens for tokens, _ in runs), "a run without tokens"
-            assert all(a[0] < b[0] for a, b in pairwise(runs)), "runs are not in order"
+            if isinstance(runs, tuple):
+                assert runs[0], "a run without tokens"
+                continue
+            assert len(runs.tokens) == len(runs.values) > 1, "a list for less than two runs was kept"
+            assert all(runs.tokens), "a run without tokens"
+            assert all(a < b for a, b in pairwise(runs.tokens)), "runs are not in order"
 
 
 def _num_common(first: Tokens, second: Tokens) -> int:
+    if first == second:
+        return len(first)
     count = 0
     for a, b in zip(first, second, strict=False):
         if a != b:

@@ -48,7 +48,8 @@ class Holdback:
         parent = chain.hashes[block - 1] if block else ROOT_HASH
         while block * size < limit:
             start = block * size
-            count, _ = self._computing.longest(parent, tuple(tokens[start : min(start + size, limit)]))
+            following = chain.keys[block][1] if start + size <= limit else tuple(tokens[start:limit])
+            count, _ = self._computing.longest(parent, following)
             if count < size:
                 return max(matched, start + count)
             parent = chain.hashes[block]
@@ -68,7 +69,8 @@ class Holdback:
         chain, remove, held = seq.chains[0], self._computing.remove, self._held
         released: list[Sequence] = []
         for i in range(start, stop):
-            if remove(*chain.keys[i], seq) and held:
+            parent, tokens = chain.keys[i]
+            if remove(parent, tokens, seq) and held:
                 released += held.pop(chain.hashes[i], ())
         if released:
             self.num_held -= len(released)

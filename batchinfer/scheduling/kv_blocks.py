@@ -94,7 +94,9 @@ class KVBlocks:
             part = None
             if reach < limit:
                 parent = chain.hashes[len(blocks) - 1] if blocks else ROOT_HASH
-                count, part = manager.match_part(parent, tuple(tokens[reach : min(reach + size, limit)]))
+                whole = reach + size <= limit
+                following = chain.keys[len(blocks)][1] if whole else tuple(tokens[reach:limit])
+                count, part = manager.match_part(parent, following)
                 reach += count
             if not reach:
                 return NO_MATCH
@@ -116,45 +118,42 @@ class KVBlocks:
 
     def _allocate(self, seq: Sequence, match: PrefixMatch, matched: int, keep_reserve: bool) -> bool:
         num_tokens = len(seq.token_ids)
-        taken: list[list[int]] = []
-        sources: list[list[int]] = []
-        counts: list[int] = []
+        shares: list[tuple[list[int], list[int], int]] = []  # by group: full blocks, source of the copy, new blocks
         for group, manager in enumerate(self.managers):
             size = manager.block_size
             prefix: list[int] = []
             source: list[int] = []
             if matched:
-                full, part = match.blocks[group], match.parts[group]
+                full = match.blocks[group]
                 num_whole = matched // size
                 prefix = full[:num_whole]
                 if matched % size:
-                    source = full[num_whole : num_whole + 1]
-                    if not source:
-                        assert part is not None
-                        source = [part]
+                    part = full[num_whole] if num_whole < len(full) else match.parts[group]
+                    assert part is not None
+                    source = [part]
             count = -(-num_tokens // size) - len(prefix)
-            available = manager.num_available - manager.num_idle_among(prefix) - manager.num_idle_among(source)
-            if count > available - (self._reserves[group] if keep_reserve else 0):
+            spare = manager.num_available - count - (self._reserves[group] if keep_reserve else 0)
+            # What is taken from the cache is not available any more; most often there is plenty.
+            if spare < len(prefix) + 1 and spare < manager.num_idle_among(prefix) + manager.num_idle_among(source):
                 return False
-            taken.append(prefix)
-            sources.append(source)
-            counts.append(count)
+            shares.append((prefix, source, count))
         copies: list[BlockCopy] = []
-        for group, manager in enumerate(self.managers):
-            prefix, source, table = taken[group], sources[group], seq.block_tables[group]
+        for group, (prefix, source, count) in enumerate(shares):
+            manager, table = self.managers[group], seq.block_tables[group]
             if prefix:
                 manager.acquire(prefix)
-                table.extend(prefix)
+                table += prefix
             if source:
                 manager.acquire(source)  # until the copy is done: nobody may write to it before
-            manager.allocate(counts[group], table)
+            manager.allocate(count, table)
             if source:
                 copies.append(BlockCopy(group, source[0], table[len(prefix)]))
-        seq.copies = tuple(copies)
+        if copies:
+            seq.copies = tuple(copies)
         seq.num_computed = matched
         self._update_slots(seq)
         if self._caching:
-            seq.num_published = [len(prefix) for prefix in taken]
+            seq.num_published = [len(prefix) for prefix, _, _ in shares]
             self._set_publish_at(seq)
         return True
 

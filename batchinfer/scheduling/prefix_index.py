@@ -98,7 +98,7 @@ class PrefixIndex:
         self._block_of[value] = block
         self._hash_of[block] = value
         self._key_of[block] = key
-        self._branches.add(*key, block)
+        self._branches.add(key[0], key[1], block)
         return True
 
     def publish_tail(self, block: int, key: BlockKey) -> bool:
@@ -116,7 +116,7 @@ class PrefixIndex:
         key = self._key_of[block]
         if key is not None:
             self._key_of[block] = None
-            self._branches.remove(*key, block)
+            self._branches.remove(key[0], key[1], block)
             value = self._hash_of[block]
             if value is not None:
                 self._hash_of[block] = None

@@ -13,7 +13,7 @@ no order of arrivals deadlocks; a sequence that does not fit though it is alone 
 A new sequence begins behind the longest prefix that has been computed, token by token: whole blocks are shared, and
 where the prefix ends inside a block, the block that has most of it is copied (`StepPlan.copies`). One whose prefix a
 running sequence is about to compute further waits for that (`holdback`) while others run in its place: for a block or
-more always; for less only if others fill the step, or if those who wait save more together than a step costs.
+more always; for less if others fill the step, or if that saves more than an emptier step costs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from batchinfer.types.step import BlockCopy, Chunk, KVGroup, SequenceSpec, StepP
 MAX_EXAMINED_PER_STEP = 512
 """How far a step looks past sequences that are held back; what it does not reach, the next step does."""
 
-MIN_TOKENS_FOR_A_STEP = 64
-"""Tokens that must be saved by leaving a step emptier than it could be: about what reading the weights for one more
-step costs, in tokens computed."""
+STEP_COST_TOKENS = 32
+"""What a step costs beside its tokens, mostly for reading the weights, in tokens computed. Sequences that are left out
+of a step cost their share of it, and must save more."""
 
 _arrival = attrgetter("arrival")
 
@@ -294,10 +294,16 @@ class Scheduler:
             waiting.popleft()
             budget -= self._take_prefill(seq, budget, chunks, scheduled)
         if deferred:
-            num_left = self.max_num_seqs - self.num_running
-            if budget > 0 and not lacks_blocks and sum(gains[:num_left]) < MIN_TOKENS_FOR_A_STEP:
+            if budget > 0 and not lacks_blocks and not self._is_worth_waiting(gains):
                 self._admit_deferred(deferred, budget, chunks, scheduled)
             waiting.extendleft(reversed(deferred))
+
+    def _is_worth_waiting(self, gains: list[int]) -> bool:
+        """Whether it pays to leave out for a step those who then save so many tokens: without them the step has that
+        much less to spread its fixed costs over."""
+        num_left = self.max_num_seqs - self.num_running
+        gains = gains[:num_left]
+        return sum(gains) * (self.num_running + len(gains)) >= STEP_COST_TOKENS * len(gains)
 
     def _admit_deferred(
         self, deferred: list[Sequence], budget: int, chunks: list[Chunk], scheduled: list[Sequence]

@@ -456,6 +456,7 @@ def test_steps_that_fail_half_done_are_done_again(seed: int, trouble: type[Excep
     outputs = run(engine_of(flaky, **options), *rows)
     plain = run(engine_of(FakeRunner(kv_groups=groups), **options), *rows)
     assert flaky.num_failures > 0
+    assert flaky.num_copies > 0
     for i, output in outputs.items():
         assert (output.outputs, output.prompt_logprobs) == (plain[i].outputs, plain[i].prompt_logprobs)
 
