@@ -103,7 +103,9 @@ def resolve_arithmetic(
         return Arithmetic(**values, instruction_level=None, sources=sources | {"instruction_level": "model"})
     used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else ("cpu", "auto: plain torch"))
     if kernels == "native" and machine.obstacle is not None:
-        raise ConfigError(f"engine.kernels native can't be used here: {_with_mend(machine)}; or use auto")
+        raise ConfigError(
+            f"engine.kernels native can't be used here: {_with_mend(machine)}, or set engine.kernels to cpu"
+        )
     scheme = put("quantization", quantization, _auto_quantization(dtype, used, sources["kernels"]))
     if scheme == "int8" and dtype not in ("auto", "float32"):
         raise ConfigError(

@@ -41,7 +41,8 @@ def settings_text(job: ResolvedJob) -> str:
         for key in sorted(job.semantic)
         if key not in _HIDDEN and job.semantic[key] not in (None, [], {})
     ]
-    return f"Settings that decide the output (value, and where it came from)\n{table(rows)}"
+    text = f"Settings that decide the output (value, and where it came from)\n{table(rows)}"
+    return text if job.arithmetic.degraded is None else f"{text}\n  Note: {job.arithmetic.degraded}"
 
 
 def work_text(job: ResolvedJob, ignore_existing: bool) -> str:

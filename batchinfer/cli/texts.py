@@ -74,6 +74,8 @@ def result_text(result: JobResult) -> str:
         ("tokens in", number(report.prompt_tokens) + sharing_text(report)),
         ("tokens out", number(report.completion_tokens)),
     ]
+    if report.arithmetic:
+        rows.append(("computed in", report.arithmetic))
     if not result.already_finished:
         seconds = max(result.elapsed_s, 1e-9)
         speed = f"{rate(result.rows_run / seconds)} rows/s" if result.rows_run else ""
@@ -155,6 +157,14 @@ def verify_text(report: VerifyReport) -> str:
     return "\n".join(lines)
 
 
+def arithmetic_text(files: ModelFiles) -> str:
+    """What a job that leaves it open would run in here, and why."""
+    from batchinfer.arithmetic import resolve_arithmetic, this_machine
+
+    found = resolve_arithmetic(files, this_machine())
+    return f"{found} ({found.sources['quantization']})" + (f"; {found.degraded}" if found.degraded else "")
+
+
 def model_text(files: ModelFiles) -> str:
     """What the files say, and whether such a model can be run."""
     from batchinfer.modelfiles.supported import check_supported
@@ -187,6 +197,8 @@ def model_text(files: ModelFiles) -> str:
         ("tokenizer", files.tokenizer.kind),
     ]
     rows.append(("can be run", runs))
+    if runs == "yes" and files.kind != "fake":
+        rows.append(("computed in", arithmetic_text(files)))
     if files.weight_files:
         size = sum(path.stat().st_size for path in files.weight_files)
         rows.append(("weights", f"{count(len(files.weight_files), 'file')}, {num_bytes(size)}"))

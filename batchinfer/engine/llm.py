@@ -74,6 +74,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         block_size: int = 16,
         split_size: int = 256,
+        kernels: str = "auto",
         seed: int = 0,
         num_threads: int | None = None,
         **unknown: Any,
@@ -97,6 +98,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             block_size=block_size,
             split_size=split_size,
+            kernels=kernels,
             seed=seed,
             num_threads=num_threads,
         )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from batchinfer.arithmetic import Arithmetic
 from batchinfer.config import EngineConfig
 from batchinfer.data.dataset import changes, new_files
 from batchinfer.data.fs import LocalStore, replace_file
@@ -30,6 +31,7 @@ from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
 from batchinfer.types.streams import row_key
 
 MANIFEST_FORMAT = 1
+AUTO = "auto: "  # begins the source of a value that was chosen for a machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,8 @@ class ResolvedJob:
     spec          what the user wrote; only its non-semantic parts (workers, batch and pool sizes, failure limits)
                   may differ from one run to the next
     semantic      what decides the output's bytes: dotted key -> JSON value; frozen at the first submit
-    sources       where each value of `semantic` came from: user, generation_config, model, device, drawn, default
+    sources       where each value of `semantic` came from: user, generation_config, model, device, drawn, default, or
+                  "auto: " and why
     input         description of the input dataset (`data.InputDataset.describe`), files in the manifest's order
     generations   one per file of `input`: 0 for the first submit's files, n for those of the nth --extend
     text_bytes    one per file: estimated bytes of the columns that prompts are made of
@@ -102,6 +105,18 @@ class ResolvedJob:
         return str(self.input["files"][file]["name"])
 
     @property
+    def arithmetic(self) -> Arithmetic:
+        """How the model computes: frozen with the rest. What is slower than it could be is known for this run."""
+        names = {"dtype": "model", "quantization": "model", "kv_cache_dtype": "model"}
+        names |= {"kernels": "engine", "instruction_level": "engine"}
+        keys = {name: f"{section}.{name}" for name, section in names.items()}
+        return Arithmetic(
+            **{name: self.semantic[key] for name, key in keys.items()},
+            sources={name: self.sources.get(key, "") for name, key in keys.items()},
+            degraded=self.facts.get("degraded"),
+        )
+
+    @property
     def engine_config(self) -> EngineConfig:
         """What a worker's engine is built from. `num_threads` is None where the user left it to the cluster."""
         engine = self.spec.engine
@@ -120,8 +135,10 @@ class ResolvedJob:
             max_num_batched_tokens=engine.max_num_batched_tokens,
             kv_cache_memory=engine.kv_cache_memory,
             enable_prefix_caching=engine.enable_prefix_caching,
-            block_size=engine.block_size,
+            block_size=self.semantic["engine.block_size"],
             split_size=self.semantic["engine.split_size"],
+            kernels=self.semantic["engine.kernels"],
+            instruction_level=self.semantic["engine.instruction_level"],
             seed=self.seed,
             num_threads=engine.num_threads,
         )
@@ -241,7 +258,9 @@ def differences(frozen: ResolvedJob, job: ResolvedJob, *, extend: bool) -> list[
     for key in sorted(frozen.semantic.keys() | job.semantic.keys()):
         old, new = frozen.semantic.get(key), job.semantic.get(key)
         if old != new:
-            found.append(f"{key}: {_short(old)} -> {_short(new)}")
+            # What was chosen for a machine is said with the reason: it may be another machine that goes on.
+            why = job.sources.get(key, "")
+            found.append(f"{key}: {_short(old)} -> {_short(new)}" + (f" ({why})" if why.startswith(AUTO) else ""))
     added = new_files(frozen.input, job.input)
     renamed = _renamed(frozen.input, job.input)
     for text in changes(frozen.input, job.input):

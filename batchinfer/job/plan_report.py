@@ -177,7 +177,7 @@ def finish_report(job: ResolvedJob, survey: Survey) -> PlanReport:
     return PlanReport(
         survey=survey,
         settings=tuple((key, job.semantic[key], job.sources.get(key, "")) for key in sorted(job.semantic)),
-        kv_bytes_per_token=kv_bytes_per_token(files.config, str(job.semantic["model.dtype"])),
+        kv_bytes_per_token=kv_bytes_per_token(files.config, job.arithmetic.kv_cache_dtype),
         predicted_s=predicted_s,
         prediction=prediction,
         first_prompt=None if first is None else first[0],

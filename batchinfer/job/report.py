@@ -26,6 +26,7 @@ class JobReport:
     shareable_tokens  the most that could have been shared: tokens of all planned rows that stand in a prefix of
                       another row, token by token, each window's rows sorted
     failed            error rows by class
+    arithmetic        how the model computes, and who chose that; "" for a fake model
     """
 
     rows_total: int
@@ -38,6 +39,7 @@ class JobReport:
     parts_total: int = 0
     parts_done: int = 0
     num_bytes: int = 0
+    arithmetic: str = ""
 
     @property
     def rows_failed(self) -> int:
@@ -77,6 +79,7 @@ def summarize(job: ResolvedJob) -> JobReport:
             done += summary.num_rows
             failed.update(summary.failed)
             sums.update(_countable(summary))
+    computed = job.arithmetic
     return JobReport(
         rows_total=total,
         rows_done=done,
@@ -88,6 +91,7 @@ def summarize(job: ResolvedJob) -> JobReport:
         shareable_tokens=sums["shareable_tokens"],
         completion_tokens=sums["completion_tokens"],
         num_bytes=sums["num_bytes"],
+        arithmetic="" if computed.kernels == "fake" else f"{computed} ({computed.sources['quantization']})",
     )
 
 

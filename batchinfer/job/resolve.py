@@ -1,12 +1,13 @@
 """From what the user wrote to a ResolvedJob: reads the model's configs and the input's footers, writes nothing.
 
-Every value gets a source: user, generation_config, model, device, drawn, default. Where the output folder holds a
-frozen job, that one is compared with and kept (`job.manifest`).
+Every value gets a source: user, generation_config, model, device, drawn, default, or "auto: " and why. Where the
+output folder holds a frozen job, that one is compared with and kept (`job.manifest`).
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fnmatch
 import hashlib
 import importlib.metadata
@@ -23,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import batchinfer
+from batchinfer.arithmetic import Arithmetic, Machine, resolve_arithmetic, this_machine
 from batchinfer.data.dataset import InputDataset, Kind, open_dataset
 from batchinfer.data.fs import check_output_path, is_foreign
 from batchinfer.errors import ConfigError, InputError, ResumeRefused
 from batchinfer.job.context import JobContext, keep_context, make_context
 from batchinfer.job.layout import JobLayout
-from batchinfer.job.manifest import ResolvedJob, differences, in_frozen_order, load_manifest, refusal, with_drawn
+from batchinfer.job.manifest import AUTO, ResolvedJob, differences, in_frozen_order, load_manifest, refusal, with_drawn
 from batchinfer.job.spec import InputSpec, JobSpec
 from batchinfer.modelfiles import ModelFiles, open_model
 from batchinfer.modelfiles.supported import check_supported
@@ -50,7 +52,7 @@ def resolve_job(
     extend: bool = False,
     ignore_existing: bool = False,
     retry: bool = False,
-    instruction_level: str | None = None,
+    machine: Machine | None = None,
     cache_dir: str | None = None,
 ) -> ResolvedJob:
     """Resolves a job; checks model, input columns, template and output columns without loading or writing.
@@ -60,9 +62,9 @@ def resolve_job(
     unchanged ones are accepted with `extend`. `ignore_existing` (--fresh) looks at no manifest. With `retry`, limits
     and engine settings may differ from the frozen ones (they become the job's `overrides`).
 
-    instruction_level   of the machines that will run the engines (batchinfer_kernels.determinism): fixes the bytes
-    cache_dir           where indexes of JSON Lines files are kept. None: with the frozen job; for a new one in a
-                        temporary folder, from where `freeze_job` takes them
+    machine     like those that will run the engines, which decides what is "auto" and fixes the bytes; None: this one
+    cache_dir   where indexes of JSON Lines files are kept. None: with the frozen job; for a new one in a temporary
+                folder, from where `freeze_job` takes them
 
     Raises ConfigError, InputError or ModelError where the job can't run.
     """
@@ -82,7 +84,8 @@ def resolve_job(
         cache_dir=cache_dir or (str(layout.input_cache) if frozen is not None else _temporary_cache()),
         used_as=_used_as(spec.input),
     )
-    semantic, sources = _resolve_values(spec, files, instruction_level)
+    arithmetic = _arithmetic(spec, files, machine or this_machine(), frozen)
+    semantic, sources = _resolve_values(spec, files, arithmetic)
     job = ResolvedJob(
         spec=spec,
         semantic=json.loads(json.dumps(semantic)),
@@ -90,7 +93,7 @@ def resolve_job(
         input=dataset.describe(),
         generations=(0,) * len(dataset.files),
         text_bytes=(0,) * len(dataset.files),
-        facts=_facts(spec, files),
+        facts=_facts(spec, files, arithmetic),
     )
     context = make_context(job, files, dataset)
     check_columns(job, context)
@@ -187,6 +190,7 @@ def _with_overrides(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:
         if key.startswith(("sampling.", "engine."))
         and key not in _SHAPES
         and job.sources[key] != "device"
+        and not job.sources[key].startswith(AUTO)
         and frozen.semantic.get(key) != value
     }
     return replace(job, semantic={**job.semantic, **{key: frozen.semantic[key] for key in changed}}, overrides=changed)
@@ -204,9 +208,7 @@ def _refuse_foreign_parts(layout: JobLayout) -> None:
             )
 
 
-def _resolve_values(
-    spec: JobSpec, files: ModelFiles, instruction_level: str | None
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _resolve_values(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic) -> tuple[dict[str, Any], dict[str, str]]:
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
 
@@ -216,13 +218,9 @@ def _resolve_values(
     put("model.hash", files.model_hash(), "model")
     put("model.tokenizer_hash", files.tokenizer_hash(), "model")
     put("model.eos_token_ids", sorted(files.eos_token_ids), "model")
-    if spec.model.dtype == "auto":
-        put("model.dtype", "float32", "device")
-    else:
-        put("model.dtype", spec.model.dtype, "user")
-    for key in ("quantization", "kv_cache_dtype"):
-        value = getattr(spec.model, key)
-        put(f"model.{key}", value, "default" if value == "auto" else "user")
+    for name, source in arithmetic.sources.items():
+        section = "engine" if name in ("kernels", "instruction_level") else "model"
+        put(f"{section}.{name}", getattr(arithmetic, name), source)
     for name in ("prompt", "prompt_column", "messages_column", "messages", "tools_column", "chat_template_kwargs"):
         put(f"input.{name}", getattr(spec.input, name), _written(spec.input, name))
     put("input.control_tokens", spec.input.control_tokens, _written(spec.input, "control_tokens"))
@@ -241,13 +239,31 @@ def _resolve_values(
     put("engine.split_size", spec.engine.split_size, _written(spec.engine, "split_size"))
     put("engine.deterministic", spec.engine.deterministic, _written(spec.engine, "deterministic"))
     put("engine.tensor_parallel_size", spec.engine.tensor_parallel_size, _written(spec.engine, "tensor_parallel_size"))
-    put("engine.instruction_level", instruction_level, "device")
+    put("engine.block_size", spec.engine.block_size, _written(spec.engine, "block_size"))
     put("versions.batchinfer", batchinfer.__version__, "default")
     put("versions.torch", _version("torch"), "default")
     put("output.columns", spec.output.columns, _written(spec.output, "columns"))
     put("output.prefix", spec.output.prefix, _written(spec.output, "prefix"))
     put("output.token_ids", spec.output.token_ids, _written(spec.output, "token_ids"))
     return values, sources
+
+
+def _arithmetic(spec: JobSpec, files: ModelFiles, machine: Machine, frozen: ResolvedJob | None) -> Arithmetic:
+    """What was chosen at the first submit stays where it can be had here; else what is chosen here differs from it."""
+    wanted = {name: getattr(spec.model, name) for name in ("quantization", "kv_cache_dtype")}
+    wanted["kernels"] = spec.engine.kernels
+    fixed = {"dtype": spec.model.dtype, "device": "cpu"}
+    if frozen is not None:
+        chosen = frozen.arithmetic
+        kept = {
+            name: getattr(chosen, name)
+            for name, value in wanted.items()
+            if value == "auto" and chosen.sources[name].startswith(AUTO)
+        }
+        with contextlib.suppress(ConfigError):
+            found = resolve_arithmetic(files, machine, **fixed, **(wanted | kept))
+            return replace(found, sources={**found.sources, **{name: chosen.sources[name] for name in kept}})
+    return resolve_arithmetic(files, machine, **fixed, **wanted)
 
 
 def resolve_sampling(spec: JobSpec, files: ModelFiles) -> dict[str, tuple[Any, str]]:
@@ -332,7 +348,7 @@ def _text_bytes(dataset: InputDataset, columns: tuple[str, ...]) -> tuple[int, .
     return tuple(int(file.num_bytes * share) for file in dataset.files)
 
 
-def _facts(spec: JobSpec, files: ModelFiles) -> dict[str, Any]:
+def _facts(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic) -> dict[str, Any]:
     libraries = ("tokenizers", "jinja2", "numpy", "pyarrow")
     return {
         "model": files.name,
@@ -340,6 +356,7 @@ def _facts(spec: JobSpec, files: ModelFiles) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "libraries": {name: _version(name) for name in libraries},
+        "degraded": arithmetic.degraded,
     }
 
 

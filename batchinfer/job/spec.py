@@ -59,9 +59,17 @@ class ModelSpec(_Section):
     path: Annotated[str, Field(min_length=1, description="Hugging Face folder, .gguf file, hub id or fake://...")]
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     tokenizer: str | None = Field(None, description="default: beside or inside the model")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field("auto", description="auto: as stored")
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of what is not quantized; auto: float32"
+    )
+    quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
+        "auto",
+        description="applied while loading, to any stored type. int8: weights and activations in groups of 64, with v "
+        "and the head in bfloat16. auto: int8 on a CPU with AVX-512 VNNI unless a dtype is given, else none",
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
+        "auto", description="auto: bfloat16 with int8 on native kernels, else the dtype"
+    )
 
 
 class InputSpec(_Section):
@@ -139,6 +147,11 @@ class EngineSpec(_Section):
     enable_prefix_caching: bool = True
     block_size: Annotated[int, Field(ge=1, le=256)] = 16
     split_size: Annotated[int, Field(ge=16)] = 256
+    kernels: Literal["auto", "native", "cpu"] = Field(
+        "auto",
+        description="native: C, compiled on first use, for CPUs with AVX-512 VNNI; cpu: torch. auto: native where "
+        "it can be had",
+    )
     num_threads: PositiveInt | None = Field(None, description="CPU threads of each engine; default: a fair share")
 
 

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import logging
 import platform
+from dataclasses import replace
 from functools import partial
 
 import torch
-from batchinfer_kernels.determinism import instruction_level, prepare
-from batchinfer_kernels.native import library
+from batchinfer_kernels.determinism import prepare
+from batchinfer_kernels.native import library, outlook
 from batchinfer_kernels.probe import RowFacts, find_row_rule
 from batchinfer_kernels.table import resolve
 
+from batchinfer.arithmetic import USER, Arithmetic, resolve_arithmetic, this_machine
 from batchinfer.attention.backend import make_attention, why_tiled
 from batchinfer.attention.tiles import product_tiles
 from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.models import load_model
-from batchinfer.models.dtype import resolve_dtype
+from batchinfer.models.dtype import DTYPES
 from batchinfer.runner.host import num_cores
 from batchinfer.runner.kv_memory import (
     FREE_SHARE,
@@ -36,6 +38,9 @@ from batchinfer.runner.local import Fact, LocalRunner
 
 CPU_MAX_NUM_SEQS = 64  # products reach their full rate here; more sequences only take memory
 CPU_MAX_NUM_BATCHED_TOKENS = 512
+# int8 products are so fast that what a step costs whatever its size counts; KV in bfloat16 takes half the memory.
+INT8_MAX_NUM_SEQS = 128
+INT8_MAX_NUM_BATCHED_TOKENS = 1024
 GPU_MAX_NUM_SEQS = 256
 GPU_MAX_NUM_BATCHED_TOKENS = 8192
 
@@ -47,8 +52,6 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     facts: dict[str, Fact] = {}
     device = _resolve_device(config.device)
     facts["device"] = Fact(str(device), "auto" if config.device == "auto" else "engine.device")
-    if config.kv_cache_dtype != "auto":
-        raise ConfigError(f"model.kv_cache_dtype {config.kv_cache_dtype!r} is planned and not there yet; use auto")
     if config.split_size % config.block_size:
         raise ConfigError(
             f"engine.split_size {config.split_size} must be a multiple of engine.block_size {config.block_size}"
@@ -56,12 +59,12 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     threads, threads_source = _resolve_threads(config.num_threads)
     torch.set_num_threads(threads)
     facts["num_threads"] = Fact(threads, threads_source)
-    facts["instruction_level"] = _instruction_fact(device)
+    arithmetic = _resolve_arithmetic(files, config)
+    facts["instruction_level"] = _instruction_fact(arithmetic, device)
     facts["torch"] = Fact(torch.__version__, "installed")
 
     max_model_len = max_model_len or config.max_model_len or files.max_model_len
-    dtype, _ = resolve_dtype(config.dtype, files.config, device)
-    row_facts = _probe(files, config, device, dtype)
+    row_facts = _probe(files, config, device, DTYPES[arithmetic.dtype])
     facts["row_rule"] = Fact(str(row_facts.rule), f"measured with {row_facts.threads} threads")
     facts["batch_invariant"] = Fact(row_facts.holds, "measured")
     if not row_facts.holds:
@@ -69,26 +72,26 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
             "products of this machine's BLAS differ with the number of rows or threads whatever their size: "
             "completions may differ between batches"
         )
-    ops = resolve("auto", device, rows=row_facts.rule)
-    facts["kernels"] = Fact(ops.backend, _kernels_source(ops.backend, device))
+    ops = resolve(arithmetic.kernels, device, rows=row_facts.rule)
     model = load_model(
         files,
-        dtype=config.dtype,
+        dtype=arithmetic.dtype,
         device=device,
         ops=ops,
-        quantization=config.quantization,
+        quantization=arithmetic.quantization,
         max_model_len=max_model_len,
         num_threads=threads,
     )
-    specs, dtype = model.attention_specs, model.facts.dtype
-    facts["dtype"] = Fact(str(dtype).removeprefix("torch."), model.facts.dtype_source)
-    facts["quantization"] = Fact(model.facts.quantization, "model.quantization")
+    specs = model.attention_specs
+    for name in ("dtype", "quantization", "kv_cache_dtype", "kernels"):
+        source = arithmetic.sources[name]
+        key = f"engine.{name}" if name == "kernels" else f"model.{name}"
+        facts[name] = Fact(getattr(arithmetic, name), key if source == USER else source)
     facts["max_model_len"] = Fact(max_model_len, "engine.max_model_len" if config.max_model_len else "model")
     on_cpu = device.type == "cpu"
-    max_num_seqs = _number(config.max_num_seqs, CPU_MAX_NUM_SEQS if on_cpu else GPU_MAX_NUM_SEQS)
-    budget = _number(
-        config.max_num_batched_tokens, CPU_MAX_NUM_BATCHED_TOKENS if on_cpu else GPU_MAX_NUM_BATCHED_TOKENS
-    )
+    auto_num_seqs, auto_budget = _auto_batch(arithmetic, on_cpu)
+    max_num_seqs = _number(config.max_num_seqs, auto_num_seqs)
+    budget = _number(config.max_num_batched_tokens, auto_budget)
     if config.max_num_batched_tokens == "auto":
         budget = max(budget, max_num_seqs)
     facts["max_num_seqs"] = Fact(max_num_seqs, _source("max_num_seqs", config.max_num_seqs, device))
@@ -96,12 +99,11 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
         budget, _source("max_num_batched_tokens", config.max_num_batched_tokens, device)
     )
     layout = KVLayout.of(specs)
-    kv_dtype = dtype
+    kv_dtype = DTYPES[arithmetic.kv_cache_dtype]
     sizes = {"block_size": config.block_size, "split_size": config.split_size}
     group_specs = [specs[layout.group_of_layer.index(group)] for group in range(len(layout.windows))]
     backends = tuple(make_attention(spec, ops, kv_dtype=kv_dtype, device=device, **sizes) for spec in group_specs)
     tiled = why_tiled(group_specs[0], ops, kv_dtype=kv_dtype, **sizes)
-    facts["kv_cache_dtype"] = Fact(str(kv_dtype).removeprefix("torch."), "model.dtype")
     facts["attention"] = Fact(backends[0].name, tiled or "the KV cache's type")
     block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
     # Engines that share a machine each have some of its cores; each takes that part of its memory.
@@ -159,17 +161,42 @@ def _resolve_threads(wanted: int | None) -> tuple[int, str]:
     return wanted, "engine.num_threads"
 
 
-def _kernels_source(backend: str, device: torch.device) -> str:
-    reason = None if device.type != "cpu" or backend == "native" else library.available()
-    return f"auto: native kernels can't be used: {reason}" if reason else f"auto: for {device.type}"
+def _resolve_arithmetic(files: ModelFiles, config: EngineConfig) -> Arithmetic:
+    """Native kernels that were expected and can't be had give way to torch, unless they were asked for: a frozen job
+    asks for what its first run had."""
+    machine = this_machine()
+    options = {name: getattr(config, name) for name in ("dtype", "quantization", "kv_cache_dtype", "kernels", "device")}
+    found = resolve_arithmetic(files, machine, **options)
+    if found.kernels == "native" and (reason := library.available()) is not None:
+        machine = replace(machine, obstacle=reason, mend=outlook.MEND)
+        found = resolve_arithmetic(files, machine, **options)
+    if config.instruction_level not in (None, found.instruction_level):
+        raise ConfigError(
+            f"engine.instruction_level: the job is run with {config.instruction_level}, this machine's is "
+            f"{found.instruction_level}, so that completions would differ; run it on machines like the first one, or "
+            "start over with --fresh"
+        )
+    if found.degraded is not None:
+        _log.warning("%s", found.degraded)
+    return found
 
 
-def _instruction_fact(device: torch.device) -> Fact:
+def _instruction_fact(arithmetic: Arithmetic, device: torch.device) -> Fact:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return Fact(f"sm_{major}{minor}", "the GPU")
     mode = prepare().mkl_mode
-    return Fact(instruction_level(), f"the CPU ({platform.machine()}), MKL_CBWR={mode}" if mode else "the CPU")
+    source = f"the CPU ({platform.machine()}), MKL_CBWR={mode}" if mode else "the CPU"
+    return Fact(str(arithmetic.instruction_level), source)
+
+
+def _auto_batch(arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
+    """(sequences, tokens) of a step where the user leaves them open."""
+    if not on_cpu:
+        return GPU_MAX_NUM_SEQS, GPU_MAX_NUM_BATCHED_TOKENS
+    if arithmetic.quantization == "int8" and arithmetic.kernels == "native":
+        return INT8_MAX_NUM_SEQS, INT8_MAX_NUM_BATCHED_TOKENS
+    return CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
 
 
 def _probe(files: ModelFiles, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> RowFacts:

@@ -133,9 +133,13 @@ def test_what_is_refused(options: dict[str, str], says: str) -> None:
 
 
 def test_kernels_that_were_asked_for_and_can_not_be_had() -> None:
-    with pytest.raises(ConfigError, match="can't be used here: no C compiler; install gcc; or use auto"):
+    with pytest.raises(
+        ConfigError, match="can't be used here: no C compiler; install gcc, or set engine.kernels to cpu"
+    ):
         resolved(NO_COMPILER, kernels="native")
-    with pytest.raises(ConfigError, match="can't be used here: this processor lacks avx512f; or use auto"):
+    with pytest.raises(
+        ConfigError, match="can't be used here: this processor lacks avx512f, or set engine.kernels to cpu"
+    ):
         resolved(OLDER, kernels="native")
 
 

@@ -31,7 +31,7 @@ def oracle(model: Path) -> Oracle:
 
 
 def llm(model: Path, **options: object) -> LLM:
-    settings: dict[str, object] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory": 1 << 25}
+    settings: dict[str, object] = {"quantization": "none", "num_threads": 1, "kv_cache_memory": 1 << 25}
     return LLM(model=str(model), **{**settings, **options})  # type: ignore[arg-type]
 
 

@@ -136,7 +136,7 @@ def test_an_output_folder_without_permission(shop, monkeypatch):
     shop.write("a.parquet", {"prompt": ["x"]})
     (shop.root / "locked").mkdir(mode=0o500)
     if os.geteuid() == 0:  # root may write everywhere: what the owner's bits say to anybody else
-        monkeypatch.setattr(os, "access", lambda path, mode: bool(path.stat().st_mode & 0o200))
+        monkeypatch.setattr(os, "access", lambda path, mode: bool(Path(path).stat().st_mode & 0o200))
     resolve_job(shop.spec(output={"path": "open/out"}))
     with pytest.raises(ConfigError, match="can't be written to"):
         resolve_job(shop.spec(output={"path": "locked/out"}))

@@ -84,7 +84,7 @@ failure: {max_failed_rows: auto, on_too_long: error}
 
 def test_spec_has_every_sampling_and_engine_option():
     assert set(SamplingSpec.model_fields) == set(SAMPLING_FIELDS)
-    ours = set(EngineSpec.model_fields) | set(ModelSpec.model_fields) | {"model", "seed"}
+    ours = set(EngineSpec.model_fields) | set(ModelSpec.model_fields) | {"model", "seed", "instruction_level"}
     assert set(EngineConfig.__dataclass_fields__) <= ours
 
 

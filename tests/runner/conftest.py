@@ -38,11 +38,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def make_runner(tiny_folder: Callable[..., Path]) -> MakeRunner:
-    """make_runner("llama", num_threads=2, ...): a new runner of a tiny checkpoint."""
+    """make_runner("llama", num_threads=2, ...): a new runner of a tiny checkpoint, unquantized unless told."""
 
     def make(family: str = "llama", overrides: dict[str, Any] | None = None, **options: Any) -> LocalRunner:
         path = str(tiny_folder(family, **(overrides or {})))
-        options = {"num_threads": 1, "kv_cache_memory": 16 << 20} | options
+        options = {"num_threads": 1, "kv_cache_memory": 16 << 20, "quantization": "none"} | options
         return load_runner(open_model(path), EngineConfig(model=path, **options))
 
     return make

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from batchinfer.arithmetic import Machine
 from batchinfer.errors import ConfigError, EngineError, OutOfMemory
+from batchinfer.runner import load
 from batchinfer.runner.local import LocalRunner
 from batchinfer.testing.step_driver import GREEDY, StepDriver
 from batchinfer.testing.tiny import VOCAB_SIZE
@@ -295,6 +297,53 @@ def test_facts_say_what_was_resolved_and_from_what(make_runner: MakeRunner) -> N
     assert facts["max_num_batched_tokens"].source == "auto: for cpu"
 
 
+class TestArithmetic:
+    """What a job froze, or a user asked for, is met or refused with the reason; what was left open gives way."""
+
+    @pytest.fixture
+    def no_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A machine that looks suited to native kernels, where compiling them fails."""
+        suited = Machine(vector_level="avx512", product_level="avx512_bf16")
+        monkeypatch.setattr(load, "this_machine", lambda: suited)
+        monkeypatch.setattr(load.library, "available", lambda: "gcc: error: broken")
+
+    def test_native_kernels_give_way_to_torch(
+        self, no_library: None, make_runner: MakeRunner, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        facts = make_runner(quantization="auto").facts()
+        assert (facts["kernels"].value, facts["quantization"].value) == ("cpu", "none")
+        assert "gcc: error: broken" in facts["kernels"].source
+        [record] = [r for r in caplog.records if r.levelname == "WARNING"]
+        assert "gcc: error: broken" in record.getMessage() and "install a C compiler" in record.getMessage()
+
+    def test_native_kernels_that_are_asked_for_do_not(self, no_library: None, make_runner: MakeRunner) -> None:
+        with pytest.raises(ConfigError, match=r"engine\.kernels native can't be used here: gcc: error: broken"):
+            make_runner(kernels="native", quantization="int8")
+
+    def test_another_instruction_level_is_refused(self, make_runner: MakeRunner) -> None:
+        level = str(make_runner().facts()["instruction_level"].value)
+        make_runner(instruction_level=level)
+        with pytest.raises(ConfigError, match=f"is run with z80, this machine's is {level}"):
+            make_runner(instruction_level="z80")
+
+    def test_options_are_facts_with_their_sources(self, make_runner: MakeRunner) -> None:
+        options = {"dtype": "float32", "quantization": "none", "kv_cache_dtype": "bfloat16", "kernels": "cpu"}
+        facts = make_runner(**options).facts()
+        for name, value in options.items():
+            assert (facts[name].value, facts[name].source.partition(".")[2]) == (value, name)
+        assert facts["attention"].value == "tiled"
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kernels", ["auto", "cpu"])
+def test_the_law_holds_for_every_type_of_kv(kv_dtype: str, kernels: str, make_runner: MakeRunner) -> None:
+    prompts = prompts_of(4, seed=5)
+    runner = make_runner(kv_cache_dtype=kv_dtype, kernels=kernels)
+    assert runner.facts()["kv_cache_dtype"].value == kv_dtype
+    together = run_all(runner, prompts, at_once=4)
+    assert run_all(runner, prompts, at_once=1, chunk=5) == together
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -303,7 +352,7 @@ def test_facts_say_what_was_resolved_and_from_what(make_runner: MakeRunner) -> N
         ({"device": "mps"}, "is not supported"),
         ({"split_size": 250}, "engine.split_size 250 must be a multiple of engine.block_size 16"),
         ({"num_threads": 0}, "engine.num_threads must be at least 1"),
-        ({"kv_cache_dtype": "int8"}, "model.kv_cache_dtype 'int8' is planned and not there yet"),
+        ({"kv_cache_dtype": "int8"}, "model.kv_cache_dtype: 'int8' is planned and not there yet"),
         ({"kv_cache_memory": 1000}, "can't hold one sequence of engine.max_model_len 512 tokens"),
     ],
 )
