@@ -26,8 +26,7 @@ GROUP = 64
 LEAST_RANGE = 1e-30
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedRows:
+class QuantizedRows(Protocol):
     """Activations: (values - zeros) * scales, by group.
 
     values  uint8 [T, Kp]
@@ -35,6 +34,25 @@ class QuantizedRows:
     zeros   int32 [T, G]
     plain   bfloat16 [T, Kp], where a layer has plain features; then the others may be of width 0
     """
+
+    @property
+    def values(self) -> Tensor: ...
+
+    @property
+    def scales(self) -> Tensor: ...
+
+    @property
+    def zeros(self) -> Tensor: ...
+
+    @property
+    def plain(self) -> Tensor | None: ...
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRows:
+    """`QuantizedRows` as they are described."""
 
     values: Tensor
     scales: Tensor
@@ -110,7 +128,7 @@ class ReferenceInt8:
         rounded = x.to(torch.bfloat16) if plain else None
         if not values:
             none = x.new_empty(x.shape[0], 0)
-            return QuantizedRows(none.to(torch.uint8), none, none.to(torch.int32), rounded)
+            return ReferenceRows(none.to(torch.uint8), none, none.to(torch.int32), rounded)
         groups = x.view(x.shape[0], -1, GROUP)
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         width = high - low  # NaN or infinite if a value is; infinite, too, where it overflows
@@ -118,7 +136,7 @@ class ReferenceInt8:
         zeros = (-low * steps).nan_to_num(0).round()
         codes = ((groups * steps[..., None]).nan_to_num(0).round() + zeros[..., None]).clamp(0, 255)
         scales = torch.where(width >= LEAST_RANGE, width / 255, 0).where(width.isfinite(), torch.nan)
-        return QuantizedRows(codes.to(torch.uint8).view(x.shape), scales, zeros.to(torch.int32), rounded)
+        return ReferenceRows(codes.to(torch.uint8).view(x.shape), scales, zeros.to(torch.int32), rounded)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, values: bool = True, plain: bool = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -42,14 +41,76 @@ class _Packed(ctypes.Structure):
     ]
 
 
+class PackedLayer(dict[str, Tensor]):
+    """A layer's tensors by name, and what the C code is told of them."""
+
+    __slots__ = ("struct",)
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        num_values, num_plain = self["features"].tolist()
+        values, plain = self.get("values"), self.get("plain")
+        width = 4 * values.shape[1] if values is not None else 2 * plain.shape[1] if plain is not None else 0
+        addresses = (_address(self.get(name)) for name in ("values", "scales", "offsets", "plain"))
+        self.struct = _Packed(*addresses, width, num_values, num_plain)
+
+
+class NativeRows:
+    """`QuantizedRows` in one piece of memory; tensors are made of it for who asks."""
+
+    __slots__ = ("_at", "_memory", "_num_rows", "_width", "struct")
+
+    def __init__(self, num_rows: int, width: int, values: bool, plain: bool) -> None:
+        """Not initialised; `width` is K."""
+        width = -(-width // GROUP) * GROUP
+        of_values = num_rows * width if values else 0
+        of_plain = 2 * num_rows * width if plain else 0
+        of_scales = 4 * (of_values // GROUP)
+        self._num_rows, self._width = num_rows, width
+        self._memory = torch.empty(of_values + of_plain + 2 * of_scales, dtype=torch.uint8)
+        self._at = (0, of_values, of_values + of_plain, of_values + of_plain + of_scales)
+        begin, plain_at, scales_at, zeros_at = (self._memory.data_ptr() + at for at in self._at)
+        self.struct = _Rows(
+            begin if values else None,
+            scales_at if values else None,
+            zeros_at if values else None,
+            plain_at if plain else None,
+        )
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @property
+    def values(self) -> Tensor:
+        return self._memory[: self._at[1]].view(self._num_rows, -1)
+
+    @property
+    def scales(self) -> Tensor:
+        return self._memory[self._at[2] : self._at[3]].view(torch.float32).view(self._num_rows, -1)
+
+    @property
+    def zeros(self) -> Tensor:
+        return self._memory[self._at[3] :].view(torch.int32).view(self._num_rows, -1)
+
+    @property
+    def plain(self) -> Tensor | None:
+        if self._at[1] == self._at[2]:
+            return None
+        return self._memory[self._at[1] : self._at[2]].view(torch.bfloat16).view(self._num_rows, self._width)
+
+
 class NativeInt8:
     """All of `Int8Ops`. Tensors must be contiguous and on the CPU. Not thread-safe."""
 
     def __init__(self) -> None:
-        library.load()
+        functions = _functions()
+        self._quantize = functions.batchinfer_quantize
+        self._rms_norm_quantize = functions.batchinfer_rms_norm_quantize
+        self._linear, self._gated = functions.batchinfer_int8_linear, functions.batchinfer_int8_gated
+        self._largest = functions.batchinfer_largest
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> dict[str, Tensor]:
+    def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> PackedLayer:
         packed = {"features": torch.tensor([0 if x is None else x.shape[0] for x in (values, plain)])}
         if values is not None and scales is not None:
             packed |= _pack_bytes(_whole(values, PANEL, GROUP), _whole(scales, PANEL, 1))
@@ -59,77 +120,74 @@ class NativeInt8:
             packed["plain"] = panels.permute(0, 3, 1, 2, 4).contiguous()
             if values is None:
                 packed |= _pack_shortlist(wide)
-        return packed
+        return PackedLayer(packed)
 
-    def pack_gated(
-        self, gate_values: Tensor, gate_scales: Tensor, up_values: Tensor, up_scales: Tensor
-    ) -> dict[str, Tensor]:
+    def pack_gated(self, gate_values: Tensor, gate_scales: Tensor, up_values: Tensor, up_scales: Tensor) -> PackedLayer:
         gate, up = (_whole(values, GROUP, GROUP) for values in (gate_values, up_values))
         sides = (_whole(scales, GROUP, 1) for scales in (gate_scales, up_scales))
         packed = _pack_bytes(_interleave(gate, up), _interleave(*sides))
-        return packed | {"features": torch.tensor([2 * gate.shape[0], 0])}
+        return PackedLayer(packed | {"features": torch.tensor([2 * gate.shape[0], 0])})
 
-    def quantize(self, x: Tensor, *, values: bool = True, plain: bool = False) -> QuantizedRows:
-        rows = _empty_rows(x.shape[0], x.shape[1], values, plain)
+    def quantize(self, x: Tensor, *, values: bool = True, plain: bool = False) -> NativeRows:
+        num_rows, width = x.shape
+        rows = NativeRows(num_rows, width, values, plain)
         x = x.contiguous()
-        _functions().batchinfer_quantize(
-            x.data_ptr(), x.shape[0], x.shape[1], _rows(rows, values), torch.get_num_threads()
-        )
+        self._quantize(x.data_ptr(), num_rows, width, rows.struct, torch.get_num_threads())
         return rows
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, values: bool = True, plain: bool = False
-    ) -> QuantizedRows:
-        rows = _empty_rows(x.shape[0], x.shape[1], values, plain)
+    ) -> NativeRows:
+        num_rows, width = x.shape
+        rows = NativeRows(num_rows, width, values, plain)
         x = x.contiguous()
-        _functions().batchinfer_rms_norm_quantize(
-            x.data_ptr(),
-            weight.data_ptr(),
-            eps,
-            x.shape[0],
-            x.shape[1],
-            _rows(rows, values),
-            torch.get_num_threads(),
+        self._rms_norm_quantize(
+            x.data_ptr(), weight.data_ptr(), eps, num_rows, width, rows.struct, torch.get_num_threads()
         )
         return rows
 
     def linear(
         self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
-        structure = _packed(packed)
+        structure, num_rows = _packed(packed), len(x)
         y = residual
         if y is None:
-            y = torch.empty(len(x), structure.num_values + structure.num_plain)
+            y = torch.empty(num_rows, structure.num_values + structure.num_plain)
         assert y.is_contiguous()
-        _functions().batchinfer_int8_linear(
-            _rows(x), len(x), structure, _address(bias), y.data_ptr(), residual is not None, torch.get_num_threads()
+        self._linear(
+            _rows(x),
+            num_rows,
+            structure,
+            _address(bias),
+            y.data_ptr(),
+            residual is not None,
+            torch.get_num_threads(),
         )
         return y
 
-    def gated(self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None) -> QuantizedRows:
-        structure = _packed(packed)
-        rows = _empty_rows(len(x), structure.num_values // 2, values=True, plain=False)
+    def gated(self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None) -> NativeRows:
+        structure, num_rows = _packed(packed), len(x)
+        rows = NativeRows(num_rows, structure.num_values // 2, True, False)
         if bias is not None:
             bias = _interleave(*(_whole(part[:, None], GROUP, 1) for part in bias.chunk(2))).contiguous()
-        _functions().batchinfer_int8_gated(
-            _rows(x), len(x), structure, _address(bias), _rows(rows), torch.get_num_threads()
-        )
+        self._gated(_rows(x), num_rows, structure, _address(bias), rows.struct, torch.get_num_threads())
         return rows
 
     def argmax(self, x: QuantizedRows, packed: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         if "lengths" not in packed:
             y = self.linear(x, packed, None, None)
             return y.argmax(-1), y.isfinite().all(-1)
-        assert x.plain is not None
+        plain = x.plain
+        assert plain is not None
         if not x.values.numel():
-            x = replace(self.quantize(x.plain.float()), plain=x.plain)
+            x = self.quantize(plain.float(), plain=True)  # a bfloat16 number is rounded to itself
         threads = torch.get_num_threads()
         size = (_LIST_BYTES * threads + _SPREAD_BYTES) * len(x)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         index = torch.empty(len(x), dtype=torch.int64)
         finite = torch.empty(len(x), dtype=torch.bool)
-        _functions().batchinfer_largest(
+        self._largest(
             _rows(x),
             len(x),
             _packed(packed),
@@ -183,36 +241,15 @@ def _interleave(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack(tuple(parts), 1).reshape(-1, gate.shape[1])
 
 
-def _empty_rows(rows: int, width: int, values: bool, plain: bool) -> QuantizedRows:
-    padded = -(-width // GROUP) * GROUP
-    kept, groups = (padded, padded // GROUP) if values else (0, 0)
-    return QuantizedRows(
-        values=torch.empty(rows, kept, dtype=torch.uint8),
-        scales=torch.empty(rows, groups),
-        zeros=torch.empty(rows, groups, dtype=torch.int32),
-        plain=torch.empty(rows, padded, dtype=torch.bfloat16) if plain else None,
-    )
-
-
-def _rows(x: QuantizedRows, values: bool = True) -> _Rows:
-    if not values:
-        return _Rows(None, None, None, _address(x.plain))
-    return _Rows(x.values.data_ptr(), x.scales.data_ptr(), x.zeros.data_ptr(), _address(x.plain))
+def _rows(x: QuantizedRows) -> _Rows:
+    if isinstance(x, NativeRows):
+        return x.struct
+    return _Rows(*(_address(part) for part in (x.values, x.scales, x.zeros, x.plain)))
 
 
 def _packed(packed: Mapping[str, Tensor]) -> _Packed:
-    num_values, num_plain = packed["features"].tolist()
-    values, plain = packed.get("values"), packed.get("plain")
-    width = 4 * values.shape[1] if values is not None else 2 * plain.shape[1] if plain is not None else 0
-    return _Packed(
-        _address(values),
-        _address(packed.get("scales")),
-        _address(packed.get("offsets")),
-        _address(plain),
-        width,
-        num_values,
-        num_plain,
-    )
+    assert isinstance(packed, PackedLayer)
+    return packed.struct
 
 
 def _address(x: Tensor | None) -> int | None:
