@@ -10,12 +10,13 @@
  */
 
 #include <math.h>
+#include <omp.h>
 #include <stddef.h>
 #include <string.h>
 
 #include "bf16.h"
 
-enum { LANES = 16, ROWS = 6, MAX_SPLIT = 1024, MAX_HEAD_DIM = 256, MAX_BLOCKS = MAX_SPLIT / LANES, BLOCKS_AHEAD = 8 };
+enum { LANES = 16, ROWS = 6, MAX_SPLIT = 1024, MAX_HEAD_DIM = 256, MAX_BLOCKS = MAX_SPLIT / LANES };
 
 /* One step's plan; the same in attention.py. Positions are in sequences, tokens are rows of q. */
 struct step {
@@ -43,7 +44,16 @@ struct layer {
     float scale, softcap;        /* of the query; and 0, or what the hyperbolic tangent is multiplied by */
 };
 
-/* A query and head: where its results go, and what it sees of the split: tokens first .. last. */
+/* A work item: a tile and KV head, and the blocks of the split that its queries see, the first at position `origin` of
+ * the sequence: their keys, then their values, then the keys that the thread works on next. While blocks[i] is worked
+ * on, blocks[i + num_blocks] is fetched from memory: waiting for it took longer than computing. */
+struct work {
+    int64_t tile, kv_head, split, origin;
+    int num_blocks;
+    const uint16_t *blocks[3 * MAX_BLOCKS];
+};
+
+/* A query and head: where its results go, and what it sees: tokens first .. last, counted from the work's origin. */
 struct row {
     const float *query;
     float *out, *top_sum; /* top_sum: NULL where out is the final result */
@@ -110,11 +120,9 @@ INLINE void load_queries(const struct row *rows, int num_rows, int dim, float sc
                                load_bf16(rows[r].query, i, dim, _mm512_set1_ps(scale)));
 }
 
-INLINE void fetch(const uint16_t *at) { _mm_prefetch((const char *)at, _MM_HINT_T0); }
-
-/* Scores of `num_rows` rows and `num_blocks` blocks of keys, both constants. */
+/* Scores of `num_rows` rows and `num_blocks` blocks of keys, both constants. keys[b + ahead] is fetched. */
 INLINE void score_blocks(const int num_rows, const int num_blocks, const uint16_t *queries, int pairs,
-                         const uint16_t *const *keys, float *scores)
+                         const uint16_t *const *keys, int ahead, float *scores)
 {
     __m512 sum[ROWS][8];
 #pragma GCC unroll 8
@@ -127,7 +135,7 @@ INLINE void score_blocks(const int num_rows, const int num_blocks, const uint16_
 #pragma GCC unroll 8
         for (int b = 0; b < num_blocks; b++) {
             key[b] = _mm512_loadu_si512(keys[b] + p * 2 * LANES);
-            fetch(keys[b + num_blocks] + p * 2 * LANES);
+            _mm_prefetch(keys[b + ahead] + p * 2 * LANES, _MM_HINT_T1);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; r++) {
@@ -146,23 +154,23 @@ INLINE void score_blocks(const int num_rows, const int num_blocks, const uint16_
             _mm512_store_ps(scores + r * MAX_SPLIT + b * LANES, sum[r][b]);
 }
 
-INLINE void score_rows(const int num_rows, const uint16_t *queries, int pairs, const uint16_t *const *keys, int begin,
-                       int end, float *scores)
+INLINE void score_rows(const int num_rows, const uint16_t *queries, int pairs, const uint16_t *const *keys, int ahead,
+                       int begin, int end, float *scores)
 {
     const int step = num_rows > 3 ? 4 : 8; /* enough sums at a time to hide the latency of one */
     int b = begin;
     for (; b + step <= end; b += step)
-        score_blocks(num_rows, step, queries, pairs, keys + b, scores + b * LANES);
+        score_blocks(num_rows, step, queries, pairs, keys + b, ahead, scores + b * LANES);
     if (step == 8 && b + 4 <= end) {
-        score_blocks(num_rows, 4, queries, pairs, keys + b, scores + b * LANES);
+        score_blocks(num_rows, 4, queries, pairs, keys + b, ahead, scores + b * LANES);
         b += 4;
     }
     if (b + 2 <= end) {
-        score_blocks(num_rows, 2, queries, pairs, keys + b, scores + b * LANES);
+        score_blocks(num_rows, 2, queries, pairs, keys + b, ahead, scores + b * LANES);
         b += 2;
     }
     if (b < end)
-        score_blocks(num_rows, 1, queries, pairs, keys + b, scores + b * LANES);
+        score_blocks(num_rows, 1, queries, pairs, keys + b, ahead, scores + b * LANES);
 }
 
 /* Weights of one row over blocks begin .. end, in bfloat16; its highest score and the sum of its weights. */
@@ -203,9 +211,10 @@ INLINE void softmax_row(const struct row *row, float *scores, uint16_t *weights,
     *sum = _mm512_reduce_add_ps(total);
 }
 
-/* Weighted values of `num_rows` rows in `num_parts` registers of dimensions from `from` on. */
+/* Weighted values of `num_rows` rows in `num_parts` registers of dimensions from `from` on. values[b + ahead] is
+ * fetched. */
 INLINE void weigh_part(const int num_rows, const int num_parts, const uint16_t *weights, const uint16_t *const *values,
-                       int begin, int end, int dim, int from, const struct row *rows, const float *factors)
+                       int ahead, int begin, int end, int dim, int from, const struct row *rows, const float *factors)
 {
     __m512 sum[ROWS][4];
 #pragma GCC unroll 8
@@ -214,13 +223,13 @@ INLINE void weigh_part(const int num_rows, const int num_parts, const uint16_t *
         for (int i = 0; i < num_parts; i++)
             sum[r][i] = _mm512_setzero_ps();
     for (int b = begin; b < end; b++) {
-        const uint16_t *block = values[b] + 2 * from, *ahead = values[b + BLOCKS_AHEAD / 2] + 2 * from;
+        const uint16_t *block = values[b] + 2 * from, *fetched = values[b + ahead] + 2 * from;
         for (int p = 0; p < LANES / 2; p++) {
             __m512i value[4];
 #pragma GCC unroll 8
             for (int i = 0; i < num_parts; i++) {
                 value[i] = _mm512_loadu_si512(block + (size_t)p * 2 * dim + i * 2 * LANES);
-                fetch(ahead + (size_t)p * 2 * dim + i * 2 * LANES);
+                _mm_prefetch(fetched + (size_t)p * 2 * dim + i * 2 * LANES, _MM_HINT_T1);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < num_rows; r++) {
@@ -240,22 +249,22 @@ INLINE void weigh_part(const int num_rows, const int num_parts, const uint16_t *
             _mm512_storeu_ps(rows[r].out + from + i * LANES, _mm512_mul_ps(sum[r][i], _mm512_set1_ps(factors[r])));
 }
 
-INLINE void weigh_rows(const int num_rows, const uint16_t *weights, const uint16_t *const *values, int begin, int end,
-                       int dim, const struct row *rows, const float *factors)
+INLINE void weigh_rows(const int num_rows, const uint16_t *weights, const uint16_t *const *values, int ahead, int begin,
+                       int end, int dim, const struct row *rows, const float *factors)
 {
     int from = 0;
     for (; from + 4 * LANES <= dim; from += 4 * LANES)
-        weigh_part(num_rows, 4, weights, values, begin, end, dim, from, rows, factors);
+        weigh_part(num_rows, 4, weights, values, ahead, begin, end, dim, from, rows, factors);
     if (from + 2 * LANES <= dim) {
-        weigh_part(num_rows, 2, weights, values, begin, end, dim, from, rows, factors);
+        weigh_part(num_rows, 2, weights, values, ahead, begin, end, dim, from, rows, factors);
         from += 2 * LANES;
     }
     if (from < dim)
-        weigh_part(num_rows, 1, weights, values, begin, end, dim, from, rows, factors);
+        weigh_part(num_rows, 1, weights, values, ahead, begin, end, dim, from, rows, factors);
 }
 
-INLINE void attend_rows(const int num_rows, const struct row *rows, const uint16_t *const *keys,
-                        const uint16_t *const *values, int dim, float scale, float softcap)
+INLINE void attend_rows(const int num_rows, const struct row *rows, const struct work *work, int dim, float scale,
+                        float softcap)
 {
     uint16_t queries[ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     float scores[ROWS * MAX_SPLIT] __attribute__((aligned(64)));
@@ -268,7 +277,7 @@ INLINE void attend_rows(const int num_rows, const struct row *rows, const uint16
         end = last > end ? last : end;
     }
     load_queries(rows, num_rows, dim, scale, queries);
-    score_rows(num_rows, queries, dim / 2, keys, begin, end, scores);
+    score_rows(num_rows, queries, dim / 2, work->blocks, work->num_blocks, begin, end, scores);
     for (int r = 0; r < num_rows; r++) {
         float top, sum;
         softmax_row(rows + r, scores + r * MAX_SPLIT, weights + r * MAX_SPLIT, begin, end, softcap, &top, &sum);
@@ -280,16 +289,15 @@ INLINE void attend_rows(const int num_rows, const struct row *rows, const uint16
             factors[r] = 1.0f / sum;
         }
     }
-    weigh_rows(num_rows, weights, values, begin, end, dim, rows, factors);
+    weigh_rows(num_rows, weights, work->blocks + work->num_blocks, work->num_blocks, begin, end, dim, rows, factors);
 }
 
 /* Each number of rows has code of its own, with its sums in registers. */
 #define ATTEND(n)                                                                                                     \
-    static __attribute__((noinline)) void attend_##n(const struct row *rows, const uint16_t *const *keys,             \
-                                                     const uint16_t *const *values, int dim, float scale,             \
-                                                     float softcap)                                                   \
+    static __attribute__((noinline)) void attend_##n(const struct row *rows, const struct work *work, int dim,        \
+                                                     float scale, float softcap)                                      \
     {                                                                                                                 \
-        attend_rows(n, rows, keys, values, dim, scale, softcap);                                                      \
+        attend_rows(n, rows, work, dim, scale, softcap);                                                              \
     }
 ATTEND(1)
 ATTEND(2)
@@ -298,7 +306,7 @@ ATTEND(4)
 ATTEND(5)
 ATTEND(6)
 
-static void (*const attend_some[])(const struct row *, const uint16_t *const *, const uint16_t *const *, int, float,
+static void (*const attend_some[])(const struct row *, const struct work *, int, float,
                                    float) = {NULL, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
 
 /* ---- Tiles and the merge ---- */
@@ -309,65 +317,95 @@ static int64_t first_seen(const struct step *step, int64_t position)
     return first > 0 ? first : 0;
 }
 
-static void attend_item(const struct step *step, const struct layer *layer, int64_t item)
+/* Finds an item's blocks. */
+static void prepare(const struct step *step, const struct layer *layer, int64_t item, struct work *work)
 {
     const int64_t tile = item / step->num_kv_heads, kv_head = item % step->num_kv_heads;
-    const int64_t heads = step->num_heads, group = heads / step->num_kv_heads, dim = step->head_dim;
-    const int64_t split = step->tile_split[tile], begin = split * step->split_size;
-    const int64_t *members = step->members + step->tile_start[tile], count = step->tile_count[tile];
-    const int64_t *table = step->block_tables + step->tile_chunk[tile] * step->table_width + begin / LANES;
-
-    const uint16_t *keys[MAX_BLOCKS + BLOCKS_AHEAD], *values[MAX_BLOCKS + BLOCKS_AHEAD];
-    int64_t lowest = INT64_MAX, highest = 0;
-    for (int64_t i = 0; i < count; i++) {
+    const int64_t split = step->tile_split[tile], begin = split * step->split_size, end = begin + step->split_size;
+    const int64_t *members = step->members + step->tile_start[tile];
+    const int64_t *table = step->block_tables + step->tile_chunk[tile] * step->table_width;
+    int64_t lowest = end - 1, highest = begin;
+    for (int64_t i = 0; i < step->tile_count[tile]; i++) {
         const int64_t position = step->positions[members[i]], first = first_seen(step, position);
         lowest = first < lowest ? first : lowest;
         highest = position > highest ? position : highest;
     }
-    lowest = lowest > begin ? lowest - begin : 0;
-    highest = highest - begin < step->split_size - 1 ? highest - begin : step->split_size - 1;
-    for (int64_t b = lowest / LANES; b <= highest / LANES; b++) {
-        const int64_t at = table[b] * layer->block_stride + kv_head * layer->head_stride;
-        keys[b] = layer->k_cache + at;
-        values[b] = layer->v_cache + at;
+    lowest = (lowest > begin ? lowest : begin) / LANES;
+    highest = (highest < end ? highest : end - 1) / LANES;
+    const int count = (int)(highest - lowest + 1);
+    work->tile = tile;
+    work->kv_head = kv_head;
+    work->split = split;
+    work->origin = lowest * LANES;
+    work->num_blocks = count;
+    for (int b = 0; b < count; b++) {
+        const int64_t at = table[lowest + b] * layer->block_stride + kv_head * layer->head_stride;
+        work->blocks[b] = layer->k_cache + at;
+        work->blocks[count + b] = layer->v_cache + at;
     }
+}
 
-    /* What is read next: the first values after the last keys; after the last values nothing is known. */
-    const int64_t end = highest / LANES + 1;
-    for (int64_t b = 0; b < BLOCKS_AHEAD; b++) {
-        keys[end + b] = values[lowest / LANES + b < end ? lowest / LANES + b : end - 1];
-        values[end + b] = values[end - 1];
-    }
-
+static void attend_work(const struct step *step, const struct layer *layer, const struct work *work)
+{
+    const int64_t heads = step->num_heads, group = heads / step->num_kv_heads, dim = step->head_dim;
+    const int64_t *members = step->members + step->tile_start[work->tile], count = step->tile_count[work->tile];
+    const int64_t begin = work->split * step->split_size, end = begin + step->split_size;
     struct row rows[ROWS];
     int filled = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t token = members[i], position = step->positions[token], first = first_seen(step, position);
-        if (position < begin || first >= begin + step->split_size)
+        if (position < begin || first >= end)
             continue; /* sees nothing of this split, while others of its tile do */
         const int64_t entry = step->entry[token];
         for (int64_t g = 0; g < group; g++) {
-            const int64_t head = kv_head * group + g;
+            const int64_t head = work->kv_head * group + g;
             struct row *row = rows + filled++;
             row->query = layer->q + token * layer->q_stride + head * dim;
-            row->first = first > begin ? (int)(first - begin) : 0;
-            row->last = (int)(position - begin < step->split_size - 1 ? position - begin : step->split_size - 1);
+            row->first = (int)((first > work->origin ? first : work->origin) - work->origin);
+            row->last = (int)((position < end ? position : end - 1) - work->origin);
             if (entry < 0) {
                 row->out = layer->out + (token * heads + head) * dim;
                 row->top_sum = NULL;
             } else {
-                const int64_t at = (entry + split - first / step->split_size) * heads + head;
+                const int64_t at = (entry + work->split - first / step->split_size) * heads + head;
                 row->out = layer->part + at * dim;
                 row->top_sum = layer->part_top_sum + at * 2;
             }
             if (filled == ROWS) {
-                attend_some[ROWS](rows, keys, values, (int)dim, layer->scale, layer->softcap);
+                attend_some[ROWS](rows, work, (int)dim, layer->scale, layer->softcap);
                 filled = 0;
             }
         }
     }
     if (filled)
-        attend_some[filled](rows, keys, values, (int)dim, layer->scale, layer->softcap);
+        attend_some[filled](rows, work, (int)dim, layer->scale, layer->softcap);
+}
+
+/* Items `first`, then others from `queue` on, until there are none. The next one is known before one is begun, so that
+ * its keys can be fetched. */
+static void attend_items(const struct step *step, const struct layer *layer, int64_t first, int64_t *queue)
+{
+    struct work works[2], *now = works, *next = works + 1;
+    if (first >= step->num_items)
+        return;
+    prepare(step, layer, step->items[first], now);
+    for (;;) {
+        int64_t item;
+#pragma omp atomic capture
+        item = (*queue)++;
+        const int more = item < step->num_items;
+        if (more)
+            prepare(step, layer, step->items[item], next);
+        const struct work *then = more ? next : now;
+        for (int i = 0; i < now->num_blocks; i++)
+            now->blocks[2 * now->num_blocks + i] = then->blocks[i < then->num_blocks ? i : 0];
+        attend_work(step, layer, now);
+        if (!more)
+            return;
+        struct work *done = now;
+        now = next;
+        next = done;
+    }
 }
 
 /* A token's splits, added in their order. */
@@ -401,8 +439,11 @@ static void merge_token(const struct step *step, const struct layer *layer, int6
 void batchinfer_attention(const struct step *step, const struct layer *layer, int threads)
 {
     const int64_t kv_heads = step->num_kv_heads, dim = step->head_dim;
+    int64_t queue = threads;
 #pragma omp parallel num_threads(threads)
     {
+#pragma omp single nowait
+        queue = omp_get_num_threads();
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < step->num_fresh * kv_heads; i++)
             memset(layer->v_cache + step->fresh_blocks[i / kv_heads] * layer->block_stride +
@@ -415,9 +456,8 @@ void batchinfer_attention(const struct step *step, const struct layer *layer, in
                 write_head(layer->k + t * layer->k_stride + h * dim, layer->v + t * layer->v_stride + h * dim,
                            layer->k_cache + at, layer->v_cache + at, (int)dim, (int)(step->slots[t] % LANES));
             }
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < step->num_items; i++)
-            attend_item(step, layer, step->items[i]);
+        attend_items(step, layer, omp_get_thread_num(), &queue);
+#pragma omp barrier
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < step->num_several; i++)
             merge_token(step, layer, step->several[i]);
