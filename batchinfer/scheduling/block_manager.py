@@ -4,7 +4,7 @@ Responsible for: reference counts, the free list, eviction of unreferenced cache
 (`prefix_index`), nor when to allocate, publish or release (`scheduler`). Every block is in one of three states:
 
     free    no reference, no key        taken first
-    idle    no reference, has a key     can be matched, is evicted when no block is free
+    idle    no reference, has a key     can be matched, is evicted when no block is free or MAX_IDLE are idle
     used    referenced by 1 or more sequences or copies under way, with or without a key
 
 Idle blocks are evicted least recently used first, but those that somebody who waits will ask for (`wanted`) after
@@ -19,6 +19,10 @@ from collections.abc import Iterable
 from batchinfer.scheduling.prefix_index import PrefixChain, PrefixIndex
 from batchinfer.scheduling.wanted import Wanted
 from batchinfer.types.step import KVGroup
+
+# Beyond so many idle blocks the oldest that nobody waits for is taken before one that was never used: on a host, memory
+# that is touched for the first time costs more than the cache of a prefix that is done with is worth.
+MAX_IDLE = 1024
 
 
 class BlockManager:
@@ -93,24 +97,33 @@ class BlockManager:
 
     def allocate(self, count: int, table: list[int]) -> None:
         """Appends `count` blocks without a key to the table; the caller made sure that they are available."""
-        free, num_refs = self._free, self._num_refs
+        num_refs = self._num_refs
         for _ in range(count):
-            block = free.pop() if free else self._evict()
+            block = self._take()
             num_refs[block] = 1
             table.append(block)
 
-    def _evict(self) -> int:
-        idle, index, wanted = self._idle, self._index, self._wanted
+    def _take(self) -> int:
+        free = self._free
+        if free and len(self._idle) <= MAX_IDLE:
+            return free.pop()
+        block = self._oldest_unwanted()
+        if block is None:
+            if free:
+                return free.pop()
+            block = self._kept.popitem(last=False)[0]
         self.num_evictions += 1
+        self._index.drop(block)
+        return block
+
+    def _oldest_unwanted(self) -> int | None:
+        idle, index, wanted = self._idle, self._index, self._wanted
         while idle:
             block = idle.popitem(last=False)[0]
             if index.hash_of(block) not in wanted:
-                break
+                return block
             self._kept[block] = None
-        else:
-            block = self._kept.popitem(last=False)[0]
-        index.drop(block)
-        return block
+        return None
 
     def publish(self, table: list[int], chain: PrefixChain, start: int, stop: int) -> None:
         """Makes blocks `start .. stop` of a sequence, all of whose tokens have been computed, available to others."""
