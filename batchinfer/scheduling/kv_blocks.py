@@ -66,7 +66,7 @@ class KVBlocks:
         for chain in seq.chains:
             chain.extend(tokens, len(tokens) // chain.block_size)
             if seq.reads_cache:
-                self.wanted.note(seq, chain.hashes)
+                self.wanted.note(seq.seq_id, chain.hashes)
 
     def never_fits(self, seq: Sequence) -> str | None:
         """Why the known tokens can't be held even by an empty engine; None if they can."""
@@ -137,6 +137,7 @@ class KVBlocks:
             if spare < len(prefix) + 1 and spare < manager.num_idle_among(prefix) + manager.num_idle_among(source):
                 return False
             shares.append((prefix, source, count))
+        self.wanted.forget(seq.seq_id)
         copies: list[BlockCopy] = []
         for group, (prefix, source, count) in enumerate(shares):
             manager, table = self.managers[group], seq.block_tables[group]
@@ -199,6 +200,7 @@ class KVBlocks:
 
     def release(self, seq: Sequence) -> None:
         """Gives all blocks back: nothing of the sequence counts as computed any more."""
+        self.wanted.forget(seq.seq_id)
         if seq.copies:
             self.copied(seq)
         for manager, table in zip(self.managers, seq.block_tables, strict=True):

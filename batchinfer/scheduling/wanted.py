@@ -6,32 +6,44 @@ shared in part only are not noted: what is lost with one is less than a block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
-
-from batchinfer.scheduling.sequence import Sequence, Status
+from collections.abc import Iterable
 
 MIN_HASHES = 4096
 
 
 class Wanted:
-    """The last sequence that was known to want a block: rows start in the order in which they came, so once it
-    runs, those before it run, and hold the block themselves."""
+    """For each block the last sequence that was known to want it: rows start in the order in which they came, so once
+    it runs, those before it run, and hold the block themselves. Sequences are numbers here: an object would be kept
+    alive by the blocks that it once wanted."""
 
-    __slots__ = ("_last", "_limit")
+    __slots__ = ("_last", "_limit", "_waiting")
 
     def __init__(self) -> None:
-        self._last: dict[int, Sequence] = {}
+        self._last: dict[int, int] = {}
+        self._waiting: set[int] = set()
         self._limit = MIN_HASHES
 
-    def note(self, seq: Sequence, hashes: SequenceOf[int]) -> None:
-        """`seq` waits, and will ask for these."""
-        last = self._last
-        last.update(dict.fromkeys(hashes, seq))
+    def note(self, seq_id: int, hashes: Iterable[int]) -> None:
+        """The sequence waits, and will ask for these."""
+        last, waiting = self._last, self._waiting
+        waiting.add(seq_id)
+        last.update(dict.fromkeys(hashes, seq_id))
         if len(last) > self._limit:
-            # Those who run or have ended are forgotten now and then, at a cost that is constant for each hash.
-            self._last = {value: other for value, other in last.items() if other.status <= Status.HELD}
+            # What others wanted is forgotten now and then, at a cost that is constant for each hash.
+            self._last = {value: other for value, other in last.items() if other in waiting}
             self._limit = max(MIN_HASHES, 2 * len(self._last))
 
+    def forget(self, seq_id: int) -> None:
+        """The sequence waits no longer."""
+        self._waiting.discard(seq_id)
+
     def __contains__(self, value: int | None) -> bool:
-        seq = None if value is None else self._last.get(value)
-        return seq is not None and seq.status <= Status.HELD
+        return value is not None and self._last.get(value) in self._waiting
+
+    def __len__(self) -> int:
+        """Hashes that are kept, of sequences that wait and of others that are not forgotten yet."""
+        return len(self._last)
+
+    def check(self, seq_ids: Iterable[int]) -> None:
+        """Asserts that these, at most, are those who wait."""
+        assert self._waiting <= set(seq_ids), "blocks are kept for a sequence that does not wait"
