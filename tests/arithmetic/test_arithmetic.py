@@ -133,13 +133,9 @@ def test_what_is_refused(options: dict[str, str], says: str) -> None:
 
 
 def test_kernels_that_were_asked_for_and_can_not_be_had() -> None:
-    with pytest.raises(
-        ConfigError, match="can't be used here: no C compiler; install gcc, or set engine.kernels to cpu"
-    ):
+    with pytest.raises(ConfigError, match=r"can't be used here: no C compiler; install gcc, or set engine\.kernels to"):
         resolved(NO_COMPILER, kernels="native")
-    with pytest.raises(
-        ConfigError, match="can't be used here: this processor lacks avx512f, or set engine.kernels to cpu"
-    ):
+    with pytest.raises(ConfigError, match=r"here: this processor lacks avx512f, or set engine\.kernels to cpu"):
         resolved(OLDER, kernels="native")
 
 
