@@ -1,5 +1,5 @@
-"""Attention over a paged KV cache: planned once per step (`plan`, over `tiles`), run once per layer
-(`backend`).
+"""Attention over a paged KV cache, planned once per step and run once per layer.
 
+`backend` picks how: in torch (planned by `plan`) or in C (`native`), both over the same tiles (`tiles`).
 `spec` says what a layer's attention is, `context` is what a model's forward is handed.
 """
