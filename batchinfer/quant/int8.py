@@ -1,22 +1,18 @@
 """int8 weights and activations, made while loading from any stored type; `batchinfer_kernels.int8` has the numbers.
 
-A weight has one scale for each output feature and group of 64 inputs: the largest absolute value of the group / 127.
 Rows are quantized as they are read, so that a layer is never there in full precision. Layers' sensitive features, and
 so the whole head, are kept in bfloat16. Activations between products are float32.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from batchinfer_kernels.int8 import GROUP, QuantizedRows
+from batchinfer_kernels.int8 import GROUP, Int8Ops, QuantizedRows
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
 from batchinfer.quant.shape import LinearShape
 
-Floats = npt.NDArray[np.float32]
 # Rows of a shared weight that are converted at a time: about as many elements as are read at a time otherwise.
 _SHARED_ROWS = 512
 
@@ -49,13 +45,13 @@ class Int8Weights:
 
     def target(self, start: int, stop: int) -> _Part:
         if self._staged is None:
-            self._staged = _Rows(self._shape)
+            self._staged = _Rows(self._shape, self._ops)
         return _Part(self._staged, start)
 
     def finish(self) -> None:
         rows, self._staged = self._staged, None
         if self._shared is not None:
-            rows = _Rows(self._shape)
+            rows = _Rows(self._shape, self._ops)
             for start in range(0, self._shape.out_features, _SHARED_ROWS):
                 rows.put(start, self._shared.data[start : start + _SHARED_ROWS].float().cpu())
         assert rows is not None
@@ -88,7 +84,8 @@ class Int8Weights:
 class _Rows:
     """A layer's rows as they come, quantized: values int8 [N8, K], scales float32 [N8, G], plain bfloat16 [N16, K]."""
 
-    def __init__(self, shape: LinearShape) -> None:
+    def __init__(self, shape: LinearShape, ops: Int8Ops) -> None:
+        self._ops = ops
         self.values: Tensor | None = None
         self.scales: Tensor | None = None
         self.plain: Tensor | None = None
@@ -105,7 +102,7 @@ class _Rows:
         if split:
             assert self.values is not None and self.scales is not None
             span = slice(start, start + split)
-            quantize_weight(rows[:split].numpy(), self.values[span].numpy(), self.scales[span].numpy())
+            self._ops.quantize_weight(rows[:split], self.values[span], self.scales[span])
         if split < len(rows):
             assert self.plain is not None
             first = start + split - self._num_values
@@ -120,28 +117,3 @@ class _Part:
 
     def put(self, start: int, rows: Tensor) -> None:
         self._rows.put(self._start + start, rows)
-
-
-def quantize_weight(rows: Floats, values: npt.NDArray[np.int8], scales: Floats) -> None:
-    """Rows float32 [n, K] to values int8 [n, K] and scales float32 [n, G]; overwrites `rows`.
-
-    A group that is all zeros has the scale 0, one with a value that is not finite the scale NaN.
-    """
-    width = rows.shape[1]
-    whole = width // GROUP * GROUP
-    for start, stop in ((0, whole), (whole, width)):
-        if start == stop:
-            continue
-        groups = rows[:, start:stop].reshape(len(rows), -1, min(GROUP, stop - start))
-        at = slice(start // GROUP, -(-stop // GROUP))
-        largest = np.maximum(groups.max(-1), -groups.min(-1))
-        largest /= np.float32(127)
-        largest[largest < np.finfo(np.float32).tiny] = 0  # too coarse a number to divide by
-        sick = ~np.isfinite(largest)
-        largest[sick] = np.nan
-        scales[:, at] = largest
-        if sick.any():
-            groups[sick] = 0
-        largest[sick | (largest == 0)] = 1
-        groups /= largest[..., None]
-        values[:, start:stop] = np.rint(groups, out=groups).reshape(len(rows), -1)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,6 +67,11 @@ class ReferenceRows:
 class Int8Ops(Protocol):
     """`Ops.int8`. A packed layer is a dict of tensors that only the implementation that made it knows."""
 
+    def quantize_weight(self, rows: Tensor, values: Tensor, scales: Tensor) -> None:
+        """Rows float32 [n, K], which may be overwritten, to values int8 [n, K] and scales float32 [n, G]; all on the
+        CPU and contiguous. Several threads may do this."""
+        ...
+
     def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> dict[str, Tensor]:
         """values int8 [N8, K] with scales float32 [N8, G], then plain bfloat16 [N16, K]; one of them may be None."""
         ...
@@ -106,6 +112,23 @@ class ReferenceInt8:
 
     def __init__(self, rows: RowRule) -> None:
         self._product = cpu.make_linear(rows)
+
+    def quantize_weight(self, rows: Tensor, values: Tensor, scales: Tensor) -> None:
+        """By group: scale = max |w| / 127, value = round(w / scale), to nearest even. A group whose scale is no
+        normal number has zeros and the scale 0, one with a weight that is not finite zeros and the scale NaN."""
+        # In numpy: on many small pieces, in threads of the loader's own, which torch would multiply.
+        for start, stop in _spans(rows.shape[1]):
+            groups = rows.numpy()[:, start:stop].reshape(len(rows), -1, min(GROUP, stop - start))
+            step = np.maximum(groups.max(-1), -groups.min(-1))
+            sick = ~np.isfinite(step)
+            step[sick] = np.nan
+            step /= np.float32(127)
+            step[step < np.finfo(np.float32).tiny] = 0
+            scales.numpy()[:, start // GROUP : -(-stop // GROUP)] = step
+            groups[sick] = 0
+            step[sick | (step == 0)] = np.inf
+            groups /= step[..., None]
+            values.numpy()[:, start:stop] = np.rint(groups, out=groups).reshape(len(rows), -1)
 
     def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> dict[str, Tensor]:
         packed: dict[str, Tensor] = {}
@@ -163,6 +186,12 @@ class ReferenceInt8:
     def argmax(self, x: QuantizedRows, packed: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         y = self.linear(x, packed, None, None)
         return y.argmax(-1), y.isfinite().all(-1)
+
+
+def _spans(width: int) -> list[tuple[int, int]]:
+    """K inputs as whole groups, and what is left."""
+    whole = width // GROUP * GROUP
+    return [(start, stop) for start, stop in ((0, whole), (whole, width)) if start < stop]
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from batchinfer_kernels.int8 import GROUP
+from batchinfer_kernels.int8 import GROUP, ReferenceInt8
 from batchinfer_kernels.native import library
+from batchinfer_kernels.probe import STRICT
 from batchinfer_kernels.table import resolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from batchinfer.attention.context import DenseContext
 from batchinfer.modelfiles import open_model
 from batchinfer.models import CausalLM, load_model
-from batchinfer.quant.int8 import quantize_weight
 from batchinfer.testing.tiny import make_tiny
 from batchinfer.testing.tiny_gguf import make_tiny_gguf
 from batchinfer.weights.loading import TensorReader
@@ -46,11 +45,10 @@ def rounded(name: str, weight: Tensor) -> Tensor:
         return weight
     if "v_proj" in name or "lm_head" in name:
         return weight.bfloat16().float()
-    values = np.empty(weight.shape, np.int8)
-    scales = np.empty((len(weight), -(-weight.shape[1] // GROUP)), np.float32)
-    quantize_weight(weight.numpy().copy(), values, scales)
-    wide = torch.from_numpy(scales).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
-    return torch.from_numpy(values).float() * wide
+    values = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight), -(-weight.shape[1] // GROUP))
+    ReferenceInt8(STRICT).quantize_weight(weight.clone(), values, scales)
+    return values.float() * scales.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batchinfer_kernels.int8 import GROUP
+from batchinfer_kernels.int8 import GROUP, ReferenceInt8
 from batchinfer_kernels.native import library
+from batchinfer_kernels.probe import STRICT
 from batchinfer_kernels.table import Ops, resolve
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from batchinfer.errors import ConfigError
 from batchinfer.layers import LayerMaker, Linear
 from batchinfer.modelfiles.safetensors_header import read_checkpoint
 from batchinfer.quant import resolve_scheme
-from batchinfer.quant.int8 import Int8, quantize_weight
+from batchinfer.quant.int8 import Int8
 from batchinfer.weights import Rule, load_weights, loading
 
 BACKENDS = ["reference", "cpu"] + ["native"] * (library.available() is None)
@@ -39,10 +40,10 @@ def make(ops: Ops) -> LayerMaker:
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    values = np.empty(weight.shape, np.int8)
-    scales = np.empty((len(weight), -(-weight.shape[1] // GROUP)), np.float32)
-    quantize_weight(weight.numpy().copy(), values, scales)
-    return torch.from_numpy(values), torch.from_numpy(scales)
+    values = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight), -(-weight.shape[1] // GROUP))
+    ReferenceInt8(STRICT).quantize_weight(weight.clone(), values, scales)
+    return values, scales
 
 
 def rounded(weight: Tensor) -> Tensor:
@@ -95,6 +96,18 @@ def test_groups_that_are_zero_tiny_or_not_finite(sick: float) -> None:
     assert scales[1].isnan().tolist() == [False, True] and not values[1, 64:].any()
     assert not values[2, 64:].any() and scales[2, 1] == 0
     assert scales[3].isfinite().all() and scales[[0, 2], [1, 0]].isfinite().all()
+
+
+@pytest.mark.parametrize("width", [1, 64, 100, 200, 576])
+def test_kernels_quantize_weights_bit_by_bit_as_the_reference(ops: Ops, width: int) -> None:
+    weight = normal(50, width) * torch.logspace(-42, 38, 50)[:, None]
+    weight[3] = 0
+    weight[5, 0], weight[6, -1], weight[7, width // 2] = torch.nan, torch.inf, -torch.inf
+    expected, scales = quantized(weight)
+    found, steps = torch.empty_like(expected), torch.empty_like(scales)
+    ops.int8.quantize_weight(weight.clone(), found, steps)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(steps, scales, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -108,7 +108,12 @@ class NativeInt8:
         self._rms_norm_quantize = functions.batchinfer_rms_norm_quantize
         self._linear, self._gated = functions.batchinfer_int8_linear, functions.batchinfer_int8_gated
         self._largest = functions.batchinfer_largest
+        self._quantize_weight = functions.batchinfer_quantize_weight
         self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def quantize_weight(self, rows: Tensor, values: Tensor, scales: Tensor) -> None:
+        assert rows.is_contiguous() and values.is_contiguous() and scales.is_contiguous()
+        self._quantize_weight(rows.data_ptr(), *rows.shape, values.data_ptr(), scales.data_ptr())
 
     def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> PackedLayer:
         packed = {"features": torch.tensor([0 if x is None else x.shape[0] for x in (values, plain)])}
@@ -116,8 +121,7 @@ class NativeInt8:
             packed |= _pack_bytes(_whole(values, PANEL, GROUP), _whole(scales, PANEL, 1))
         if plain is not None:
             wide = _whole(plain.to(torch.bfloat16), PANEL, GROUP)
-            panels = wide.view(-1, 2, HALF, wide.shape[1] // 2, 2)
-            packed["plain"] = panels.permute(0, 3, 1, 2, 4).contiguous()
+            packed["plain"] = _panels(wide, 2)
             if values is None:
                 packed |= _pack_shortlist(wide)
         return PackedLayer(packed)
@@ -224,16 +228,16 @@ def _pack_bytes(values: Tensor, scales: Tensor) -> dict[str, Tensor]:
     sums = values.view(features, -1, GROUP).sum(-1, dtype=torch.int32)
     by_panel = (features // PANEL, PANEL, width // GROUP)
     return {
-        "values": _panels_of_four(values),
+        "values": _panels(values, 4),
         "scales": scales.float().reshape(by_panel).transpose(1, 2).contiguous(),
         "offsets": (-sums).view(by_panel).transpose(1, 2).contiguous(),
     }
 
 
-def _panels_of_four(values: Tensor) -> Tensor:
-    """int8 [N, K] to [N / PANEL, K / 4, 2, HALF, 4]; four bytes, which stay together, are moved as one number."""
-    moved = values.view(torch.int32).view(-1, PANEL, values.shape[1] // 4).transpose(1, 2).contiguous()
-    return moved.view(torch.int8).view(*moved.shape[:2], 2, HALF, 4)
+def _panels(rows: Tensor, together: int) -> Tensor:
+    """[N, K] to [N / PANEL, K / together, 2, HALF, together]. `together` numbers are four bytes: moved as one."""
+    moved = rows.view(torch.int32).view(-1, PANEL, rows.shape[1] // together).transpose(1, 2).contiguous()
+    return moved.view(rows.dtype).view(*moved.shape[:2], 2, HALF, together)
 
 
 def _whole(x: Tensor, features: int, width: int) -> Tensor:
@@ -273,6 +277,7 @@ def _functions() -> Any:
         "batchinfer_rms_norm_quantize": [pointer, pointer, ctypes.c_float, number, number, rows, ctypes.c_int],
         "batchinfer_int8_linear": [rows, number, packed, pointer, pointer, ctypes.c_int, ctypes.c_int],
         "batchinfer_int8_gated": [rows, number, packed, pointer, rows, ctypes.c_int],
+        "batchinfer_quantize_weight": [pointer, number, number, pointer, pointer],
         "batchinfer_pack_shortlist": [pointer, number, number, *[pointer] * 5, ctypes.c_int],
         "batchinfer_largest": [rows, number, packed, *[pointer] * 5, ctypes.c_int],
     }.items():
