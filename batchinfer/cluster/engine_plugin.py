@@ -1,6 +1,6 @@
 """The worker's part: messages from the driver to its engine, and from the engine to the driver.
 
-Driver to worker: `deliver`, called through `Client.run`, in order. Worker to driver: Dask events on one topic, in
+Driver to worker: `wire.deliver`, called through `Client.run`, in order. Worker to driver: Dask events on one topic, in
 order; `SchedulerNews` tells on the same topic when a worker is gone. A worker started by `cluster.worker_process`
 has its engine already; on any other Dask worker the plugin starts it.
 """
@@ -19,9 +19,7 @@ from batchinfer.cluster import worker_process
 from batchinfer.cluster.engine_host import EngineHost, Message
 from batchinfer.cluster.lifecycle import in_thread
 from batchinfer.cluster.phases import phases
-
-TOPIC = "batchinfer"
-NAME = "batchinfer-engine"
+from batchinfer.cluster.wire import NAME, TOPIC
 
 
 class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
@@ -64,11 +62,6 @@ class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
 
     def teardown(self, worker: Any) -> None:
         self.host.close(3.0)
-
-
-def deliver(messages: Sequence[Message], dask_worker: Any = None) -> None:
-    """Runs on a worker."""
-    dask_worker.plugins[NAME].receive(messages)
 
 
 class SchedulerNews(SchedulerPlugin):  # type: ignore[misc]

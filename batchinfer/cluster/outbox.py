@@ -11,11 +11,10 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from batchinfer.cluster.engine_plugin import deliver
 from batchinfer.cluster.lifecycle import in_thread
+from batchinfer.cluster.wire import Message, deliver
 
 _log = logging.getLogger("batchinfer.cluster")
-Message = dict[str, Any]
 
 
 class Outbox:
