@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "data": (BASE, {"pyarrow", "fsspec", "datasets", "numpy", "zstandard"}),
     "job": (BASE | {"data", "text", "modelfiles", "arithmetic"}, {"pydantic", "pydantic_core", "yaml", "numpy"}),
     "weights": (BASE | {"modelfiles"}, {"torch", "safetensors", "gguf", "numpy"}),
-    "quant": (BASE | {"kernels", "weights", "modelfiles"}, {"numpy", "torch"}),
+    "quant": (BASE | {"kernels", "weights", "modelfiles"}, {"torch"}),
     "attention": (BASE | {"kernels"}, {"torch", "numpy"}),
     "layers": (BASE | {"kernels", "quant", "attention", "weights", "modelfiles"}, {"torch"}),
     "models": (BASE | {"arithmetic", "kernels", "quant", "attention", "layers", "weights", "modelfiles"}, {"torch"}),

@@ -53,7 +53,8 @@ class Int8Weights:
         if self._shared is not None:
             rows = _Rows(self._shape, self._ops)
             for start in range(0, self._shape.out_features, _SHARED_ROWS):
-                rows.put(start, self._shared.data[start : start + _SHARED_ROWS].float().cpu())
+                some = self._shared.data[start : start + _SHARED_ROWS]
+                rows.put(start, some.to("cpu", torch.float32, copy=self._num_values > 0))  # put may overwrite those
         assert rows is not None
         kept = (rows.values, rows.scales, rows.plain)
         values, scales, plain = (None if x is None else x.to(self._device) for x in kept)

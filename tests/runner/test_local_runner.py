@@ -48,19 +48,66 @@ def run_all(
     return outputs
 
 
-def test_tokens_do_not_depend_on_batch_chunks_and_threads(make_runner: MakeRunner) -> None:
+INT8: dict[str, Any] = {"quantization": "int8"}
+
+
+@pytest.mark.parametrize("arithmetic", [{"dtype": "float32"}, INT8], ids=["float32", "int8"])
+def test_tokens_do_not_depend_on_batch_chunks_and_threads(arithmetic: dict[str, Any], make_runner: MakeRunner) -> None:
     prompts = [*prompts_of(11), prompts_of(1, seed=1, longest=2)[0] * 270]
-    runner = make_runner()
+    runner = make_runner(**arithmetic)
     expected = run_all(runner, prompts, at_once=len(prompts))
     assert len({tuple(output) for output in expected}) == len(prompts)
     assert run_all(runner, prompts, at_once=1) == expected
     assert run_all(runner, prompts, at_once=3, chunk=16) == expected
     assert run_all(runner, prompts, at_once=len(prompts), chunk=5) == expected
-    two = make_runner(num_threads=2)
+    two = make_runner(num_threads=2, **arithmetic)
     assert torch.get_num_threads() == 2
     assert run_all(two, prompts, at_once=len(prompts)) == expected
-    small = make_runner(block_size=4)
-    assert run_all(small, prompts, at_once=4) == expected
+    if arithmetic != INT8:  # whose attention in C has blocks of 16 tokens; others are computed in torch
+        small = make_runner(block_size=4, **arithmetic)
+        assert run_all(small, prompts, at_once=4) == expected
+
+
+@pytest.mark.parametrize("arithmetic", [{"dtype": "float32"}, INT8], ids=["float32", "int8"])
+def test_greedy_rows_get_what_their_logits_would_say(arithmetic: dict[str, Any], make_runner: MakeRunner) -> None:
+    """Without logits where nothing else is asked of them, in steps of both kinds of rows, several at a chunk's end."""
+    runner = make_runner(**arithmetic)
+    model: Any = runner._model
+    num_greedy: list[int] = []
+    greedy = model.greedy
+
+    def noted(hidden: torch.Tensor) -> Any:
+        num_greedy.append(len(hidden))
+        return greedy(hidden)
+
+    model.greedy = noted
+    prompts = prompts_of(7, seed=3)
+    with_logits = [
+        SamplingParams(temperature=0.0, logprobs=0),
+        SamplingParams(temperature=0.0, logit_bias={5: 0.0}),
+        SamplingParams(temperature=0.0, presence_penalty=1e-30),
+        SamplingParams(temperature=0.0, min_tokens=99),  # stop ids that never come
+    ]
+    driver = StepDriver(runner)
+    plain = [driver.add(prompt) for prompt in prompts]
+    expected = driver.generate(plain, 10)
+    assert sum(num_greedy) == 70
+    num_greedy.clear()
+    others = [
+        driver.add(prompt, with_logits[i % 4], stop_token_ids=[VOCAB_SIZE - 1]) for i, prompt in enumerate(prompts)
+    ]
+    assert driver.generate(others, 10) == expected
+    assert num_greedy == []
+    mixed = [driver.add(p, with_logits[0] if i % 2 else GREEDY) for i, p in enumerate(prompts)]
+    assert driver.generate(mixed, 10) == expected
+    assert sum(num_greedy) == 40
+    # Of one sequence, the first positions may need logits (min_tokens) and the last not.
+    drafted = driver.add(prompts[0], SamplingParams(temperature=0.0, min_tokens=3), stop_token_ids=[VOCAB_SIZE - 1])
+    driver.step({drafted: len(prompts[0])})
+    driver.tokens[drafted].extend(expected[0][1:7])
+    num_greedy.clear()
+    assert driver.step({drafted: 7}, num_logits=7).token_ids[drafted] == expected[0][1:8]
+    assert num_greedy == [5]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -191,10 +238,13 @@ def test_prompt_logprobs_of_a_long_prompt_come_in_slices(make_runner: MakeRunner
     assert entries == logprob_entries(driver, cut, "prompt_logprobs")
 
 
+@pytest.mark.parametrize("arithmetic", [{"dtype": "float32"}, INT8], ids=["float32", "int8"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_row_with_non_finite_logits_is_an_error_and_others_are_not(value: float, make_runner: MakeRunner) -> None:
+def test_a_row_with_non_finite_logits_is_an_error_and_others_are_not(
+    value: float, arithmetic: dict[str, Any], make_runner: MakeRunner
+) -> None:
     """B66: one bad embedding among good rows, greedy and sampled; a stale NaN leaves no trace for its blocks' heirs."""
-    runner = make_runner(kv_cache_memory=1 << 21)
+    runner = make_runner(kv_cache_memory=1 << 21, **arithmetic)
     prompts = [[5 + i, *prompt] for i, prompt in enumerate(prompts_of(8, seed=9))]
     expected = run_all(runner, prompts, at_once=8)
     in_use = {token for tokens in (*prompts, *expected) for token in tokens}
