@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 from batchinfer.cluster import tasks
 from batchinfer.cluster.lifecycle import in_thread
-from batchinfer.cluster.outbox import Message, Outbox
+from batchinfer.cluster.outbox import Outbox
 from batchinfer.cluster.phases import phases
 from batchinfer.cluster.progress import Progress, ProgressMeter
 from batchinfer.cluster.resume import Committed, load_usable_window
 from batchinfer.cluster.timings import RunTimings
-from batchinfer.cluster.wire import TOPIC
+from batchinfer.cluster.wire import TOPIC, Message
 from batchinfer.errors import BatchinferError, ConfigError
 from batchinfer.job import events as ev
 from batchinfer.job.events import Event, Instruction, Tally
