@@ -23,7 +23,6 @@ KERNELS = ("native", "cpu", "reference")
 # Named by the field's users, and refused by name until they are there.
 PLANNED = {"quantization": ("int4", "fp8"), "kv_cache_dtype": ("int8", "fp8")}
 VNNI = "this CPU has AVX-512 VNNI"
-AUTO_INT8 = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +166,7 @@ def _auto_quantization(dtype: str, kernels: str, kernels_source: str) -> tuple[s
     """A dtype that is given is the arithmetic that the user asked for."""
     if dtype != "auto":
         return "none", "auto: model.dtype is given"
-    if kernels == "native" and AUTO_INT8:
+    if kernels == "native":
         return "int8", f"auto: {VNNI}"
     return "none", f"auto: engine.kernels is {kernels}" if kernels_source == USER else kernels_source
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from batchinfer import arithmetic
 from batchinfer.arithmetic import Arithmetic, Machine, resolve_arithmetic, this_machine
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles, TokenizerFiles, open_model
@@ -16,11 +15,6 @@ MEND = "install gcc"
 SUITED = Machine(vector_level="avx512", product_level="avx512_bf16")
 NO_COMPILER = Machine(vector_level="avx512", product_level="avx512_vnni", obstacle="no C compiler", mend=MEND)
 OLDER = Machine(vector_level="avx2", product_level="avx2", obstacle="this processor lacks avx512f")
-
-
-@pytest.fixture(autouse=True)
-def int8_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "AUTO_INT8", True)
 
 
 def resolved(machine: Machine, *, stored: str = "bfloat16", **options: Any) -> Arithmetic:

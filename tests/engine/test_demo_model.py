@@ -44,11 +44,14 @@ def results(*, cache: bool, **options: Any) -> list[Any]:
     return [(output.prompt_logprobs, output.outputs) for output in outputs]
 
 
-def test_rows_do_not_depend_on_batch_budget_cache_and_threads() -> None:
-    alone = results(max_num_seqs=1, max_num_batched_tokens=512, cache=False, num_threads=1)
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_rows_do_not_depend_on_batch_budget_cache_and_threads(quantization: str) -> None:
+    """As it comes, which is in int8 where the processor has it, and in float32."""
+    same = {"quantization": quantization}
+    alone = results(max_num_seqs=1, max_num_batched_tokens=512, cache=False, num_threads=1, **same)
     assert len({outputs[0].token_ids for _, outputs in alone}) == 4
     for seqs, budget, cache, threads in ((3, 16, True, 1), (3, 512, False, 2), (1, 16, True, 2)):
-        found = results(max_num_seqs=seqs, max_num_batched_tokens=budget, cache=cache, num_threads=threads)
+        found = results(max_num_seqs=seqs, max_num_batched_tokens=budget, cache=cache, num_threads=threads, **same)
         assert found == alone, (seqs, budget, cache, threads)
 
 
@@ -61,7 +64,7 @@ torch.rand(9, 9) @ torch.rand(9, 9)
 from batchinfer import LLM, SamplingParams
 found = []
 for seqs, budget in ((1, 512), (5, 24)):
-    llm = LLM({str(MODEL)!r}, max_model_len=64, kv_cache_memory=1 << 24, num_threads=2,
+    llm = LLM({str(MODEL)!r}, max_model_len=64, kv_cache_memory=1 << 24, num_threads=2, quantization="none",
               max_num_seqs=seqs, max_num_batched_tokens=budget)
     assert llm.engine.facts["batch_invariant"][0] is True
     params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer import arithmetic
 from batchinfer.arithmetic import Machine
 from batchinfer.errors import ConfigError, ResumeRefused
 from batchinfer.job.manifest import freeze_job, load_manifest
@@ -26,11 +25,6 @@ PLAIN = ("none", "float32", "cpu", "avx512")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model") / "llama")
-
-
-@pytest.fixture(autouse=True)
-def int8_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "AUTO_INT8", True)
 
 
 @pytest.fixture
