@@ -229,7 +229,9 @@ class LLM:
         first = self._next_request_id
         self._next_request_id += len(ids)
         places = list(range(len(ids)))
-        todo = iter(places)
+        # Prompts that share a prefix run together, so that it is computed once and can be dropped afterwards.
+        keys: list[tuple[int, ...]] = [() if isinstance(prompt, RowError) else tuple(prompt) for prompt in ids]
+        todo = iter(sorted(places, key=keys.__getitem__))
         most = 2 * engine.scheduler.max_num_seqs
         left = True
         try:

@@ -39,8 +39,8 @@ from batchinfer.runner.local import Fact, LocalRunner
 CPU_MAX_NUM_SEQS = 64  # products reach their full rate here; more sequences only take memory
 CPU_MAX_NUM_BATCHED_TOKENS = 512
 # int8 products are so fast that what a step costs whatever its size counts; KV in bfloat16 takes half the memory.
-INT8_MAX_NUM_SEQS = 128
-INT8_MAX_NUM_BATCHED_TOKENS = 1024
+INT8_MAX_NUM_SEQS = 256
+INT8_MAX_NUM_BATCHED_TOKENS = 512
 GPU_MAX_NUM_SEQS = 256
 GPU_MAX_NUM_BATCHED_TOKENS = 8192
 

@@ -257,3 +257,13 @@ def test_exports() -> None:
         _ = batchinfer.frobnicate
     stats = hashing().stats()
     assert stats["num_steps"] == 0
+
+
+def test_prompts_that_share_a_prefix_are_run_together_wherever_they_stand() -> None:
+    """Sorted, each of 40 heads of 64 tokens is computed once, though the cache holds few of them at a time."""
+    heads = [[7 + head] * 64 for head in range(40)]
+    prompts = [{"prompt_token_ids": [*head, 100 + tail]} for tail in range(4) for head in heads]
+    llm = LLM("fake://hash?vocab=512&max_model_len=512", max_num_seqs=4, kv_cache_memory=60 * 16)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=2))
+    assert [list(output.prompt_token_ids) for output in outputs] == [prompt["prompt_token_ids"] for prompt in prompts]
+    assert sum(output.num_cached_tokens for output in outputs) == 40 * 3 * 64
