@@ -1,6 +1,9 @@
 """The llama family: Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3. Pre-norm decoder, grouped-query attention, RoPE,
 gated MLP.
 
+Modules' `forward` is called directly: the way through `nn.Module.__call__`, hundreds of times in a step, is a tenth of
+what Python takes of it.
+
 Responsible for: the family's graph, its weight names in safetensors and GGUF. Its members differ by their configs
 only (`modelfiles.llama_config`). Operations are the kernel table's; attention is the
 context's.
@@ -43,7 +46,7 @@ class Attention(nn.Module):
     def forward(self, x: Any, residual: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """residual + attention of x, which is what `input_norm` gave for residual [T, H]."""
         num_tokens = residual.shape[0]
-        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
+        q, k, v = self.qkv.forward(x).split(self.sizes, dim=-1)
         q = q.view(num_tokens, self.num_heads, self.head_dim)
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
         v = v.view(num_tokens, self.num_kv_heads, self.head_dim)
@@ -51,7 +54,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.ops.rope(q, k, cos, sin)
         out = ctx.attend(self.layer, q, k, v)
-        return self.o(out.reshape(num_tokens, self.num_heads * self.head_dim), residual)  # type: ignore[no-any-return]
+        return self.o.forward(out.reshape(num_tokens, self.num_heads * self.head_dim), residual)
 
 
 class MLP(nn.Module):
@@ -63,7 +66,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Any, residual: Tensor) -> Tensor:
         """residual + MLP of x."""
-        return self.down(self.gate_up.gated(x), residual)  # type: ignore[no-any-return]
+        return self.down.forward(self.gate_up.gated(x), residual)
 
 
 class DecoderLayer(nn.Module):
@@ -76,8 +79,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """Of the residual stream [T, H], which is overwritten."""
-        hidden = self.attn(self.input_norm(hidden), hidden, cos, sin, ctx)
-        return self.mlp(self.post_norm(hidden), hidden)  # type: ignore[no-any-return]
+        hidden = self.attn.forward(self.input_norm.forward(hidden), hidden, cos, sin, ctx)
+        return self.mlp.forward(self.post_norm.forward(hidden), hidden)
 
 
 class LlamaForCausalLM(nn.Module):
@@ -109,7 +112,7 @@ class LlamaForCausalLM(nn.Module):
         cos, sin = self.rope(positions)
         hidden: Tensor = self.embed(token_ids)
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, ctx)
+            hidden = layer.forward(hidden, cos, sin, ctx)
         return hidden
 
     @torch.inference_mode()

@@ -68,14 +68,14 @@ class NativeRows:
         of_scales = 4 * (of_values // GROUP)
         self._num_rows, self._width = num_rows, width
         self._memory = torch.empty(of_values + of_plain + 2 * of_scales, dtype=torch.uint8)
-        self._at = (0, of_values, of_values + of_plain, of_values + of_plain + of_scales)
-        begin, plain_at, scales_at, zeros_at = (self._memory.data_ptr() + at for at in self._at)
-        self.struct = _Rows(
-            begin if values else None,
-            scales_at if values else None,
-            zeros_at if values else None,
-            plain_at if plain else None,
-        )
+        scales_at = of_values + of_plain
+        self._at = (0, of_values, scales_at, scales_at + of_scales)
+        begin = self._memory.data_ptr()
+        plain_address = begin + of_values if plain else None
+        if values:
+            self.struct = _Rows(begin, begin + scales_at, begin + scales_at + of_scales, plain_address)
+        else:
+            self.struct = _Rows(None, None, None, plain_address)
 
     def __len__(self) -> int:
         return self._num_rows

@@ -19,9 +19,11 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
         return cpu.rope(q, k, cos, sin)
     cos, sin = cos.contiguous(), sin.contiguous()
     _function()(
-        *(x.data_ptr() for x in (q, k, cos, sin)),
-        q.shape[0],
-        q.shape[1],
+        q.data_ptr(),
+        k.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        *q.shape[:2],
         k.shape[1],
         q.stride(0),
         k.stride(0),
