@@ -6,7 +6,8 @@
     engine_plugin    what a worker does for its engine: messages both ways, death noticed
     engine_host      the engine process as seen from its worker
     engine_process   the engine process itself: leased pieces in, result segments out
-    tasks            planning and commit as Dask tasks
+    tasks            planning and commit as Dask tasks; of a small job, done by the driver itself
+    phases, timings  what took how long, from the start to the last part
     submit           the whole of `batchinfer submit`, and the Python API
 
 Messages are small and few: leases and counts, never rows. Rows travel through files.

@@ -11,6 +11,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,8 +33,8 @@ from batchinfer.job.windows import Window
 
 _log = logging.getLogger("batchinfer.cluster")
 TICK_EVERY_S = 0.25
-PLANNED_HERE_ROWS = 2_048
-PLANNED_HERE_CHUNKS = 8
+DONE_HERE_ROWS = 2_048
+DONE_HERE_CHUNKS = 8
 MAX_NOTES = 50
 LOADING_IS_SLOWER = 3  # times as long may an engine be silent before it is ready: models lie on slow disks
 MISSED_TICKS_S = 10.0  # then this process itself was stopped for a while, and can't say who was silent
@@ -79,7 +80,7 @@ class Coordinator:
         first_window: Window,
     ) -> None:
         """`committed`: the parts that are out already. `first_window`: the first that is not done; a small one is
-        planned in this process, which has all that this takes open, while workers are still starting."""
+        planned and committed in this process, which has all that this takes open, before a worker could."""
         self.job = job
         self.run_path = run
         self.epoch = epoch
@@ -108,11 +109,9 @@ class Coordinator:
         self._last_tick = time.monotonic()
         self._meter = ProgressMeter(job.name, job.num_rows, committed.tally, time.monotonic())
         self._client_away_since: float | None = None
-        self._planned_here = (
-            first_window.window
-            if first_window.num_rows <= PLANNED_HERE_ROWS and len(first_window.chunks) <= PLANNED_HERE_CHUNKS
-            else None
-        )
+        small = first_window.num_rows <= DONE_HERE_ROWS and len(first_window.chunks) <= DONE_HERE_CHUNKS
+        self._done_here = first_window.window if small else None
+        self._own = ThreadPoolExecutor(1, "own-tasks")
         self._early_tasks: list[ev.Task] = []  # asked for before there was a client
         for name in names:
             self.inbox.put(ev.WorkerJoined(name))
@@ -411,16 +410,19 @@ class Coordinator:
             self._shareable_tokens += sum(c.shareable_tokens for c in plan.chunks if c.chunk in left)
 
     def _submit(self, task: ev.Task, function: Callable[..., Any], *args: Any) -> None:
-        if isinstance(task, (ev.PlanChunk, ev.CutWindow)) and task.window == self._planned_here:
-            with phases.span(f"plans: {function.__name__}"):
-                self._collect(task, functools.partial(function, *args))
+        window = task.piece.window if isinstance(task, ev.GiveUpRow) else task.window
+        if window == self._done_here:
+            if self.client is None:
+                with phases.span(f"plans: {function.__name__}"):
+                    self._collect(task, functools.partial(function, *args))
+            else:
+                self._own.submit(self._collect, task, functools.partial(tasks.behind, function, *args))
             return
         if self.client is None:
             self._early_tasks.append(task)
             return
         self._serial += 1
         key = f"{function.__name__}-{self.epoch}-{self._serial}"  # never equal to another: Dask would merge them
-        window = task.piece.window if isinstance(task, ev.GiveUpRow) else task.window
         priority = _PRIORITY.get(type(task), _COMMIT_PRIORITY) - window / 1e6
         future = self.client.submit(tasks.behind, function, *args, key=key, pure=False, priority=priority)
         self._futures[task] = future

@@ -17,7 +17,6 @@ from distributed import SchedulerPlugin, WorkerPlugin
 
 from batchinfer.cluster import worker_process
 from batchinfer.cluster.engine_host import EngineHost, Message
-from batchinfer.cluster.lifecycle import in_thread
 from batchinfer.cluster.phases import phases
 from batchinfer.cluster.wire import NAME, TOPIC
 
@@ -46,8 +45,6 @@ class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
         self.host.start()
 
     def _tell(self, message: Message) -> None:
-        if message["t"] == "first_token":  # not before: starting the engine needs all cores
-            in_thread("prepare", lambda: worker_process.prepare_for_tasks(self.run))
         more = {"name": str(self.worker.name), "worker_cpu_s": time.process_time()}
         self.worker.log_event(TOPIC, {**message, **more})
 

@@ -7,7 +7,6 @@ everything else comes up. The end of standard input means that the driver is gon
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -73,17 +72,6 @@ def _import_dask() -> None:
 
         apply_settings()
         import distributed  # noqa: F401
-
-
-def prepare_for_tasks(run: str) -> None:
-    """Imports and opens what planning and commits need, before the first of them is due. Errors are theirs to tell."""
-    behind_engines()
-    with contextlib.suppress(Exception):
-        import batchinfer.cluster.tasks  # noqa: F401
-        from batchinfer.job.context import open_context
-        from batchinfer.job.manifest import load_run
-
-        open_context(load_run(run))
 
 
 def _told() -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_a_killed_engine_is_reported_with_the_signal_and_started_again(host: Eng
 
 
 def test_dead_workers_are_told_and_started_again_unless_dropped(tmp_path: Path) -> None:
-    workers = LocalWorkers(num_workers=2, num_threads=1, preload=[], scratch=tmp_path)
+    workers = LocalWorkers(num_workers=2, num_threads=1, preload=[], scratch=tmp_path, began=time.time())
     workers.start()
     try:
         pids = [child.process.pid for child in workers._children.values()]
