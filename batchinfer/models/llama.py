@@ -46,7 +46,7 @@ class Attention(nn.Module):
     def forward(self, x: Any, residual: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """residual + attention of x, which is what `input_norm` gave for residual [T, H]."""
         num_tokens = residual.shape[0]
-        q, k, v = self.qkv.forward(x).split(self.sizes, dim=-1)
+        q, k, v = self.qkv.forward(x).split_with_sizes(self.sizes, dim=-1)
         q = q.view(num_tokens, self.num_heads, self.head_dim)
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
         v = v.view(num_tokens, self.num_kv_heads, self.head_dim)
