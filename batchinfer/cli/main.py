@@ -199,6 +199,8 @@ def main(arguments: list[str] | None = None) -> None:
     with contextlib.suppress(OSError, ValueError):  # the reader of our output may have left
         sys.stdout.flush()
         sys.stderr.flush()
+    if resolve := sys.modules.get("batchinfer.job.resolve"):
+        resolve.remove_temporary_caches()
     # Not sys.exit: by now nothing is left to tidy up, and a library's thread must not hold up the end.
     os._exit(code)
 

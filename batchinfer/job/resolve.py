@@ -178,8 +178,18 @@ def _refuse_unwritable_output(layout: JobLayout) -> None:
 def _temporary_cache() -> str:
     """A folder of this process alone: nothing is written to the output before the job is known to be good."""
     folder = tempfile.mkdtemp(prefix="batchinfer-input-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _temporary_caches.append(folder)
     return folder
+
+
+def remove_temporary_caches() -> None:
+    """Leaves nothing in the temporary folder. For whoever ends the process without running exit handlers."""
+    while _temporary_caches:
+        shutil.rmtree(_temporary_caches.pop(), ignore_errors=True)
+
+
+_temporary_caches: list[str] = []
+atexit.register(remove_temporary_caches)
 
 
 def _with_overrides(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -270,3 +271,16 @@ def test_sigterm_ends_it_even_where_a_library_swallows_exceptions() -> None:
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 75
     assert "SIGTERM" in ended.stderr
+
+
+def test_plan_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "job.yaml").write_text(
+        "model: {path: 'fake://echo'}\ninput: {path: in.jsonl, prompt_column: text}\noutput: {path: out}\n"
+    )
+    command = [sys.executable, "-m", "batchinfer", "plan", "job.yaml"]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
+    assert list(temporary.glob("batchinfer-*")) == []

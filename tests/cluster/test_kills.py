@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -138,14 +139,22 @@ def test_the_second_signal_ends_it_at_once(folder: JobFolder) -> None:
     assert driver.wait(5) == 75
 
 
-@pytest.mark.parametrize("delay_s", [0.5, 1.0, 1.5])
+def catches(pid: int, signum: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, as Linux sees it."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.6, 1.0, 1.5])
 def test_a_signal_while_starting_is_an_interruption_too(folder: JobFolder, delay_s: float) -> None:
     folder.input(ROWS)
     folder.job(SLOW, **SETTINGS)
     driver = folder.start()
+    folder.wait_for(lambda: catches(driver.pid, signal.SIGTERM))  # before that, Python itself is starting
     time.sleep(delay_s)
     driver.send_signal(signal.SIGTERM)
-    _, said = driver.communicate(timeout=15)
+    _, said = driver.communicate(timeout=30)
     assert driver.returncode == 75 and "SIGTERM" in said
 
 
