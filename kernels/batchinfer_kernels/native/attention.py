@@ -25,6 +25,8 @@ from batchinfer_kernels.native import library
 LANES = 16
 MAX_SPLIT = 1024
 MAX_HEAD_DIM = 256
+# A head's first blocks lie in small pages: a small job would spend most of its time with clearing huge ones.
+SMALL_BLOCKS = 1024
 
 Ints = npt.NDArray[np.int64]
 
@@ -137,8 +139,9 @@ def new_caches(num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[Tenso
     """
     keys = torch.empty(num_kv_heads, num_blocks, head_dim // 2, LANES, 2, dtype=torch.bfloat16)
     values = torch.empty(num_kv_heads, num_blocks, LANES // 2, head_dim, 2, dtype=torch.bfloat16)
-    _want_huge_pages(keys)
-    _want_huge_pages(values)
+    for head in range(num_kv_heads):
+        _want_huge_pages(keys[head, SMALL_BLOCKS:])
+        _want_huge_pages(values[head, SMALL_BLOCKS:])
     return keys.transpose(0, 1), values.transpose(0, 1)
 
 
