@@ -1,7 +1,8 @@
 """The driver's loop: what happens in the world becomes events for `job.state`, its instructions are carried out.
 
-Decides nothing about work; knows how to ask for it: planning and commit steps are Dask tasks, leases are messages to
-engines. Everything arrives in one queue, so that the state machine is fed by one thread.
+Decides nothing about work; knows how to ask for it: planning and commit steps are Dask tasks, or run in the driver,
+for a small job; leases are messages to engines. Everything arrives in one queue, so that the state machine is fed by
+one thread.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ MAX_NOTES = 50
 LOADING_IS_SLOWER = 3  # times as long may an engine be silent before it is ready: models lie on slow disks
 MISSED_TICKS_S = 10.0  # then this process itself was stopped for a while, and can't say who was silent
 _PRIORITY: Mapping[type, int] = {ev.PlanChunk: 0, ev.CutWindow: 5, ev.CleanWindow: 1}
+_TAKEN_OVER = "another driver has taken over this job"
 _COMMIT_PRIORITY = 10  # of everything else: what frees disk and makes progress durable goes first
 
 
@@ -111,6 +113,7 @@ class Coordinator:
         self._client_away_since: float | None = None
         small = first_window.num_rows <= DONE_HERE_ROWS and len(first_window.chunks) <= DONE_HERE_CHUNKS
         self._done_here = first_window.window if small else None
+        self._own_job = tasks.OpenJob.of(job) if small else None
         self._own = ThreadPoolExecutor(1, "own-tasks")
         self._early_tasks: list[ev.Task] = []  # asked for before there was a client
         for name in names:
@@ -154,6 +157,10 @@ class Coordinator:
                 self._tick()
         self._report()
         return self.end
+
+    def close(self) -> None:
+        """However the run ended: once this returns, no task of this process writes, and the job's lock may go."""
+        self._own.shutdown(wait=True, cancel_futures=True)
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.state.handle(event))
@@ -253,7 +260,7 @@ class Coordinator:
             else:
                 self._feed(ev.EngineStopped(name))
         if self.lost_lock():
-            self._feed(ev.StopRequested("another driver has taken over this job"))
+            self._feed(ev.StopRequested(_TAKEN_OVER))
         self._watch_client()
         self._watch_engines()
         self._feed(ev.Tick(time.monotonic()))
@@ -363,7 +370,10 @@ class Coordinator:
     # Tasks -------------------------------------------------------------------------------------------------------
 
     def _start_task(self, task: ev.Task) -> None:
-        run, epoch = self.run_path, self.epoch
+        run: tasks.Run = self.run_path
+        if self._own_job is not None and _window_of(task) == self._done_here:
+            run = self._own_job
+        epoch = self.epoch
         match task:
             case ev.PlanChunk(window, chunk):
                 if self._found_plan(window) is not None:
@@ -410,13 +420,13 @@ class Coordinator:
             self._shareable_tokens += sum(c.shareable_tokens for c in plan.chunks if c.chunk in left)
 
     def _submit(self, task: ev.Task, function: Callable[..., Any], *args: Any) -> None:
-        window = task.piece.window if isinstance(task, ev.GiveUpRow) else task.window
+        window = _window_of(task)
         if window == self._done_here:
             if self.client is None:
                 with phases.span(f"plans: {function.__name__}"):
                     self._collect(task, functools.partial(function, *args))
             else:
-                self._own.submit(self._collect, task, functools.partial(tasks.behind, function, *args))
+                self._own.submit(self._do_here, task, functools.partial(tasks.behind, function, *args))
             return
         if self.client is None:
             self._early_tasks.append(task)
@@ -428,6 +438,14 @@ class Coordinator:
         self._futures[task] = future
         # Dask calls back in one thread: a result that is being looked for at a dead worker must not hold up others.
         future.add_done_callback(lambda done: in_thread("collect", lambda: self._collect(task, done.result)))
+
+    def _do_here(self, task: ev.Task, function: Callable[[], Any]) -> None:
+        """In the thread for it. Nothing is begun for a job that is another driver's by now."""
+        if self.lost_lock():
+            self.stop(_TAKEN_OVER)
+            self.inbox.put(ev.TaskFailed(task, _TAKEN_OVER, fatal=True))
+        else:
+            self._collect(task, function)
 
     def _collect(self, task: ev.Task, result_of: Callable[[], Any]) -> None:
         """In a thread of its own."""
@@ -472,3 +490,7 @@ class Coordinator:
         chunks = frozenset(chunk for chunk, _ in unit.chunks)
         complete = self.job.layout.unit_results(plan.window, unit.unit).exists()
         return ev.UnitInfo(unit.unit, unit.num_rows, unit.work, chunks, complete, unit.shared_before)
+
+
+def _window_of(task: ev.Task) -> int:
+    return task.piece.window if isinstance(task, ev.GiveUpRow) else task.window

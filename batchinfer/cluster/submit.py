@@ -312,6 +312,7 @@ def run_on_local_workers(
         workers.connect(cluster.scheduler_address)
         end = coordinator.run(client)
     finally:
+        coordinator.close()
         workers.close()
         with contextlib.suppress(Exception):  # its workers are gone: it may complain, and need not be heard
             client.close(timeout=2)

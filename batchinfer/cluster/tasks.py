@@ -1,14 +1,16 @@
-"""Planning and commit as plain functions that run as Dask tasks in the worker processes, beside the engines.
+"""Planning and commit as plain functions: Dask tasks in the worker processes, beside the engines, or run in the driver,
+for a small job.
 
-Each takes the path of the run's job (`job.manifest.save_run`) and numbers, and returns something small. Each may run
-twice, also at the same time: what it writes are files that only one of several writers gets to publish. What they do
-is in `batchinfer.job` and `batchinfer.data`; when they are due, in `job.state`.
+Each takes the run's job and numbers, and returns something small. Workers know the job by the path of its file
+(`job.manifest.save_run`); the driver hands over its own (`OpenJob`), since the file of a job that it ran before may
+have had the same path. Each may run twice, also at the same time: what it writes are files that only one of several
+writers gets to publish. What they do is in `batchinfer.job` and `batchinfer.data`; when they are due, in `job.state`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -51,28 +53,47 @@ def behind(task: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return task(*args, **kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenJob:
+    """A job and its chunks by number."""
+
+    job: ResolvedJob
+    chunks: Mapping[int, Chunk]
+
+    @classmethod
+    def of(cls, job: ResolvedJob) -> OpenJob:
+        return cls(job, {chunk.chunk: chunk for window in job.windows() for chunk in window.chunks})
+
+
+Run = str | OpenJob
+
+
+def _open(run: Run) -> OpenJob:
+    return run if isinstance(run, OpenJob) else _load(run)
+
+
 @functools.lru_cache(maxsize=2)
-def _job(run: str) -> tuple[ResolvedJob, dict[int, Chunk]]:
-    job = load_run(run)
-    return job, {chunk.chunk: chunk for window in job.windows() for chunk in window.chunks}
+def _load(path: str) -> OpenJob:
+    """In workers alone, which live for one run."""
+    return OpenJob.of(load_run(path))
 
 
-def plan_chunk(run: str, epoch: int, window: int, chunk: int) -> ChunkSummary:
-    job, chunks = _job(run)
-    return planner.prepare_chunk(job, window, chunks[chunk], epoch=epoch)
+def plan_chunk(run: Run, epoch: int, window: int, chunk: int) -> ChunkSummary:
+    opened = _open(run)
+    return planner.prepare_chunk(opened.job, window, opened.chunks[chunk], epoch=epoch)
 
 
-def cut_window(run: str, epoch: int, window: int, summaries: Sequence[ChunkSummary]) -> WindowPlan:
-    return units.cut_units(_job(run)[0], window, summaries, epoch=epoch)
+def cut_window(run: Run, epoch: int, window: int, summaries: Sequence[ChunkSummary]) -> WindowPlan:
+    return units.cut_units(_open(run).job, window, summaries, epoch=epoch)
 
 
-def finish_unit(run: str, window: int, unit: int, prepared_epoch: int) -> UnitOutcome:
+def finish_unit(run: Run, window: int, unit: int, prepared_epoch: int) -> UnitOutcome:
     """Compacts the unit's segments, if each of its rows has a result; counts the outcomes.
 
     Rows are told by their identity, not by their number: a file under the unit's name may be cut short, or be a late
     one of an earlier cut of this window.
     """
-    layout = _job(run)[0].layout
+    layout = _open(run).job.layout
     target = layout.unit_results(window, unit)
     wanted = _as_keys(*row_identities(layout.prepared_unit(window, prepared_epoch, unit)))
     table = read_segment(target, _COUNTED) if target.exists() else None
@@ -110,9 +131,9 @@ def _as_keys(chunks: Int32, rows: Int64) -> Int64:
     return (chunks.astype(np.int64) << 40) | rows
 
 
-def give_up_row(run: str, epoch: int, window: int, unit: int, prepared_epoch: int, position: int, message: str) -> None:
+def give_up_row(run: Run, epoch: int, window: int, unit: int, prepared_epoch: int, position: int, message: str) -> None:
     """Writes the error result of a row that kills its engine."""
-    layout = _job(run)[0].layout
+    layout = _open(run).job.layout
     prepared = read_prepared(layout.prepared_unit(window, prepared_epoch, unit)).slice(position, position + 1)
     row = ResultRow(
         chunk=int(prepared.chunks[0]),
@@ -124,10 +145,10 @@ def give_up_row(run: str, epoch: int, window: int, unit: int, prepared_epoch: in
     write_segment(layout.segments(window) / str(name), [row])
 
 
-def commit_chunk(run: str, epoch: int, plan: WindowPlan, chunk: int) -> commit.CommitSummary:
-    job, chunks = _job(run)
-    return commit.commit_chunk(job, plan, chunks[chunk], epoch=epoch)
+def commit_chunk(run: Run, epoch: int, plan: WindowPlan, chunk: int) -> commit.CommitSummary:
+    opened = _open(run)
+    return commit.commit_chunk(opened.job, plan, opened.chunks[chunk], epoch=epoch)
 
 
-def clean_window(run: str, window: int) -> None:
-    cleaning.clean_window(_job(run)[0].layout, window)
+def clean_window(run: Run, window: int) -> None:
+    cleaning.clean_window(_open(run).job.layout, window)

@@ -6,7 +6,6 @@ Responsible for: the resolved job, its fingerprint, manifest.json (create-if-abs
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -335,9 +334,8 @@ def save_run(job: ResolvedJob, epoch: int) -> Path:
     return path
 
 
-@functools.lru_cache(maxsize=4)
 def load_run(path: str | Path) -> ResolvedJob:
-    """Reads what `save_run` wrote; the last few are kept in memory."""
+    """Reads what `save_run` wrote."""
     path = Path(path)
     data = LocalStore(path.parent).get(path.name, wait_s=10.0)
     if data is None:

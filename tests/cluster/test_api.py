@@ -85,3 +85,38 @@ def test_map_with_a_job_file_in_another_folder(folder: JobFolder) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "2"
     assert list((folder.root / "elsewhere" / "result").glob("part-*.parquet"))
+
+
+AGAIN = """
+import json
+import shutil
+import batchinfer
+import pyarrow.dataset as ds
+
+said = []
+for prompt in ("first {text}", "second {text}", "third {text}"):
+    job = {
+        "model": {"path": "fake://echo"},
+        "input": {"path": "in", "prompt": prompt},
+        "output": {"path": "out"},
+        "sampling": {"max_tokens": 100},
+    }
+    if prompt.startswith("third"):
+        shutil.rmtree("out")
+    batchinfer.submit(job, fresh=not prompt.startswith("third"))
+    said.append(ds.dataset("out", format="parquet").to_table()["completion"].to_pylist())
+print(json.dumps(said))
+"""
+
+
+def test_jobs_after_each_other_in_one_process_are_jobs_of_their_own(folder: JobFolder) -> None:
+    """Over the same output, whose epochs begin anew once it is moved aside or deleted."""
+    folder.input({"text": ["a", "b"]})
+    script = folder.root / "script.py"
+    script.write_text(AGAIN)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=folder.root, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said == [[f"{word} a", f"{word} b"] for word in ("first", "second", "third")]

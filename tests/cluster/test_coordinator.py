@@ -1,0 +1,97 @@
+"""What the driver runs itself, for a small job: not once the run has ended, nor once the job is another driver's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchinfer.cluster.coordinator import Coordinator
+from batchinfer.cluster.resume import find_committed
+from batchinfer.cluster.timings import RunTimings
+from batchinfer.job import events as ev
+from batchinfer.job.state import JobState, WindowPlan
+from tests.cluster.test_resume_files import Planned
+
+
+class NoWorkers:
+    def dead(self) -> Iterator[tuple[str, str]]:
+        return iter(())
+
+    def drop(self, name: str) -> None: ...
+
+    def discard(self, name: str) -> None: ...
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Coordinator]:
+    """make(lost_lock): of a small job that is planned, with a scheduler that would take no task."""
+    planned = Planned(tmp_path)
+
+    def made(lost_lock: Callable[[], bool] = lambda: False) -> Coordinator:
+        windows = planned.job.windows()
+        coordinator = Coordinator(
+            job=planned.job,
+            run=planned.run,
+            epoch=1,
+            state=JobState([WindowPlan(0, (0, 1))]),
+            workers=NoWorkers(),
+            committed=find_committed(planned.job, windows),
+            names=[],
+            on_progress=lambda progress: None,
+            lost_lock=lost_lock,
+            timings=RunTimings(time.time()),
+            first_window=windows[0],
+        )
+        coordinator.client = object()
+        return coordinator
+
+    return made
+
+
+def test_once_it_is_closed_nothing_is_begun_and_what_was_has_ended(make: Callable[..., Coordinator]) -> None:
+    coordinator = make()
+    begun, go_on = threading.Event(), threading.Event()
+    ran: list[str] = []
+
+    def first() -> None:
+        begun.set()
+        go_on.wait(30)
+        ran.append("first")
+
+    coordinator._submit(ev.FinishUnit(0, 0), first)
+    coordinator._submit(ev.CleanWindow(0), lambda: ran.append("second"))
+    assert begun.wait(30)
+    threading.Timer(0.2, go_on.set).start()
+    coordinator.close()
+    assert ran == ["first"]
+
+
+def test_nothing_is_begun_once_the_lock_is_lost(make: Callable[..., Coordinator]) -> None:
+    coordinator = make(lambda: True)
+    ran: list[str] = []
+    task = ev.CleanWindow(0)
+    coordinator._submit(task, lambda: ran.append("it"))
+    heard: list[Any] = [coordinator.inbox.get(timeout=30) for _ in range(2)]
+    coordinator.close()
+    assert not ran
+    assert isinstance(heard[0], ev.StopRequested) and "another driver" in heard[0].message
+    assert isinstance(heard[1], ev.TaskFailed) and heard[1].task == task and heard[1].fatal
+    with pytest.raises(queue.Empty):
+        coordinator.inbox.get_nowait()
+
+
+def test_tasks_of_a_small_job_are_handed_the_drivers_own_job(make: Callable[..., Coordinator]) -> None:
+    """Not the path of its file, which may be that of the job before it."""
+    coordinator = make()
+    given: list[Any] = []
+    coordinator._submit = lambda task, function, *args: given.append(args[0])  # type: ignore[method-assign]
+    coordinator._start_task(ev.CleanWindow(0))
+    coordinator._start_task(ev.CleanWindow(1))
+    assert given[0].job is coordinator.job and given[1] == coordinator.run_path
+    coordinator.close()
