@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -103,13 +105,80 @@ def test_processes_that_compile_at_once_do_not_disturb_each_other(sources: Path,
 
 
 def test_a_folder_that_cannot_be_written_costs_a_compilation_each_time(
-    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where the folder should be")  # fails for root as well, unlike a read-only folder
     assert open_library(sources, blocked / "cache").answer() == 42
     assert "compiled in every process" in caplog.text
-    assert not list(Path(library.tempfile.gettempdir()).glob("batchinfer-native-*/native.so"))
+    assert not list(tmp_path.glob("batchinfer-native-*"))
+
+
+@pytest.mark.parametrize("whose", ["the group's", "anybody's", "another user's"])
+def test_what_others_could_have_written_is_not_loaded(
+    sources: Path, cache: Path, whose: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_library(sources, cache)
+    [path] = cached(cache)
+    assert library.is_published(path)
+    if whose == "another user's":
+        monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
+    else:
+        cache.chmod(0o720 if whose == "the group's" else 0o702)
+    assert not library.is_published(path)
+    before = path.stat()
+    opened: list[Path] = []
+    monkeypatch.setattr(library, "_open", opened.append)
+    open_library(sources, cache)
+    assert opened and opened[0].parent != cache
+    assert "compiled in every process" in caplog.text
+    assert cached(cache) == [path] and path.stat() == before
+
+
+def test_a_file_that_others_may_write_is_compiled_again(sources: Path, cache: Path) -> None:
+    open_library(sources, cache)
+    [path] = cached(cache)
+    path.chmod(0o722)
+    assert open_library(sources, cache).answer() == 42
+    assert cached(cache) == [path] and library.is_published(path)
+
+
+def test_what_is_old_is_dropped_from_the_cache_and_what_is_used_is_not_old(sources: Path, cache: Path) -> None:
+    open_library(sources, cache)
+    [first] = cached(cache)
+    stale, torn, foreign = (cache / name for name in ("native-01.so", f".{first.name}-ab", "notes.txt"))
+    recent = cache / "native-02.so"
+    for path in (stale, torn, foreign, recent):
+        path.touch()
+    long_ago = time.time() - library.KEPT_S - 9
+    for path in (first, stale, torn, foreign):
+        os.utime(path, (long_ago, long_ago))
+    open_library(sources, cache)
+    (sources / "value.h").write_text("#define VALUE 43\n")
+    open_library(sources, cache)
+    kept = set(cached(cache))
+    assert {first, recent, foreign} < kept and len(kept) == 4
+
+
+def test_no_compiler_is_left_running(tmp_path: Path) -> None:
+    marker = tmp_path / "done"
+    with pytest.raises(FileNotFoundError):
+        library._run_all([["sh", "-c", f"sleep 1; touch {marker}"], [str(tmp_path / "missing")]])
+    time.sleep(1.5)
+    assert not marker.exists()
+
+
+def test_compilers_go_by_the_names_they_were_found_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper finds out from its name what to run."""
+    wrapper = tmp_path / "elsewhere" / "ccache"
+    wrapper.parent.mkdir()
+    wrapper.write_text("#!/bin/sh\n")
+    wrapper.chmod(0o755)
+    for name in ("gcc", "clang"):
+        (tmp_path / name).symlink_to(wrapper)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert library.find_compilers() == (tmp_path / "gcc",)
 
 
 def test_the_key_follows_what_decides_the_library(sources: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def suited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compiler(path: Path, says: str) -> Path:
     """A compiler that fails with these words, or is content where there are none."""
-    path.write_text(f"#!/bin/sh\ncat >/dev/null\n[ -z '{says}' ] || {{ echo '{says}'; exit 1; }}\n")
+    path.write_text(f"#!/bin/sh\n[ -z '{says}' ] || {{ echo '{says}'; exit 1; }}\n")
     path.chmod(0o755)
     return path
 
@@ -51,7 +51,7 @@ def test_no_compiler(suited: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_a_compiler_without_headers(suited: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    says = "<stdin>:1:10: fatal error: math.h: No such file or directory"
+    says = "trial.c:1:10: fatal error: math.h: No such file or directory"
     gcc = compiler(tmp_path / "gcc", says)
     monkeypatch.setattr(library, "find_compilers", lambda: (gcc,))
     found = outlook.obstacle(tmp_path)
@@ -62,13 +62,60 @@ def test_a_compiler_without_headers(suited: None, monkeypatch: pytest.MonkeyPatc
     assert outlook.obstacle(tmp_path) is None
 
 
-def test_nothing_is_tried_where_a_library_was_compiled(
+def test_nothing_is_tried_where_this_library_was_compiled(
     suited: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(library, "find_compilers", lambda: (compiler(tmp_path / "gcc", "error"),))
-    (tmp_path / "native-0123.so").touch()
-    assert outlook.obstacle(tmp_path) is None
-    assert outlook.obstacle(tmp_path / "empty") is not None
+    gcc = compiler(tmp_path / "gcc", "error")
+    monkeypatch.setattr(library, "find_compilers", lambda: (gcc,))
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+
+    def publish(name: str) -> None:
+        (tmp_path / "made").write_bytes(b"a library")
+        library._publish(tmp_path / "made", cache / name)
+
+    publish("native-0123.so")  # another version's
+    assert outlook.obstacle(cache) is not None
+    publish(library.Recipe.of(library.SOURCES, frozenset(library.NEEDED)).file_name)
+    assert outlook.obstacle(cache) is None
+    cache.chmod(0o777)  # anybody's
+    assert outlook.obstacle(cache) is not None
+
+
+real_compiler = pytest.mark.skipif(outlook.obstacle() is not None, reason="no native kernels here")
+
+
+@real_compiler
+def test_the_trial_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that can do all but link threads is of no use."""
+    [real, *_] = library.find_compilers()
+    path = tmp_path / "gcc"
+    path.write_text(
+        f'#!/bin/sh\ncase "$*" in *-shared*) echo "error: cannot find -lgomp"; exit 1;; esac\nexec {real} "$@"\n'
+    )
+    path.chmod(0o755)
+    monkeypatch.setattr(library, "find_compilers", lambda: (path,))
+    found = outlook.obstacle(tmp_path / "empty")
+    assert found is not None and found.reason == f"{path}: error: cannot find -lgomp"
+
+
+@real_compiler
+def test_a_compiler_too_old_for_the_processors_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [real, *_] = library.find_compilers()
+    path = tmp_path / "gcc"
+    path.write_text(
+        '#!/bin/sh\nfor word; do [ "$word" != -mavx512bf16 ] || '
+        f'{{ echo "error: unrecognized option \'$word\'"; exit 1; }}; done\nexec {real} "$@"\n'
+    )
+    path.chmod(0o755)
+    monkeypatch.setattr(library, "find_compilers", lambda: (path,))
+    for bf16 in (False, True):
+        features = frozenset(library.NEEDED) | ({library.BF16} if bf16 else set())
+        monkeypatch.setattr(library, "cpu_flags", lambda features=features: features)
+        found = outlook.obstacle(tmp_path / "empty")
+        assert (found is not None) == bf16
+        if found is not None:
+            assert "unrecognized option '-mavx512bf16'" in found.reason
 
 
 def test_the_trial_asks_for_what_the_sources_include() -> None:

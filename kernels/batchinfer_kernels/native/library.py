@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +33,14 @@ from batchinfer_kernels.determinism import cpu_flags
 SOURCES = Path(__file__).parent
 # Without -ffast-math: rows keep their bytes in any batch, and NaN stays NaN.
 FLAGS = ("-std=c11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-Wall")
+# Asked for by name where the processor has it: `determinism.product_level` says that bfloat16 is multiplied with it, so
+# that a compiler too old to know it must fail rather than give other bytes.
+BF16, BF16_FLAG = "avx512_bf16", "-mavx512bf16"
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 COMPILERS = ("cc", "gcc", "clang")
 FILE_PATTERN = "native-*.so"
 COMPILE_TIMEOUT_S = 120
+KEPT_S = 30 * 24 * 3600
 _DIGEST_BYTES = 32
 
 _log = logging.getLogger(__name__)
@@ -76,17 +83,21 @@ def open_library(sources: Path = SOURCES, cache: Path | None = None) -> ctypes.C
     """Compiles or finds the library of a folder's C files. `cache` is `cache_folder()` unless given."""
     features = check_machine()
     recipe = Recipe.of(sources, features)
-    folder = cache_folder() if cache is None else cache
-    path = folder / FILE_PATTERN.replace("*", recipe.key)
-    if _is_whole(path):
+    path = (cache_folder() if cache is None else cache) / recipe.file_name
+    if is_published(path):
+        with suppress(OSError):
+            os.utime(path)  # in use: not for `_drop_old`
         return _open(path)
     with tempfile.TemporaryDirectory(prefix="batchinfer-native-") as temporary:
+        begin = time.monotonic()
         built = recipe.build(Path(temporary))
+        _log.info("native kernels compiled in %.1f s", time.monotonic() - begin)
         try:
             _publish(built, path)
         except OSError as error:
-            _log.warning("native kernels are compiled in every process: can't write %s (%s)", path, error)
+            _log.warning("native kernels are compiled in every process: can't use %s (%s)", path, error)
             return _open(built)  # stays loaded when the file is gone
+    _drop_old(path.parent)
     return _open(path)
 
 
@@ -116,7 +127,7 @@ class Recipe:
     """All that decides what comes out of the compiler.
 
     compilers  in the order in which they are tried
-    openmp     the OpenMP runtime that this process has loaded; None leaves it to the compiler
+    openmp     the OpenMP runtime that torch brings; None leaves it to the compiler
     """
 
     sources: tuple[Path, ...]
@@ -132,16 +143,24 @@ class Recipe:
             headers=tuple(sorted(folder.glob("*.h"))),
             compilers=find_compilers(),
             features=features,
-            openmp=loaded_openmp(),
+            openmp=loaded_openmp() or openmp_of_torch(),
         )
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return (BF16_FLAG, *FLAGS) if BF16 in self.features else FLAGS
+
+    @property
+    def file_name(self) -> str:
+        return FILE_PATTERN.replace("*", self.key)
 
     @property
     def key(self) -> str:
         digest = hashlib.sha256()
-        parts: list[str] = [*FLAGS, *sorted(self.features), self.openmp.name if self.openmp else ""]
+        parts: list[str] = [*self.flags, *sorted(self.features), self.openmp.name if self.openmp else ""]
         for compiler in self.compilers:
             status = compiler.stat()
-            parts += [str(compiler), str(status.st_size), str(status.st_mtime_ns)]
+            parts += [str(compiler), str(compiler.resolve()), str(status.st_size), str(status.st_mtime_ns)]
         for source in (*self.sources, *self.headers):
             parts += [source.name, hashlib.sha256(source.read_bytes()).hexdigest()]
         for part in parts:
@@ -153,22 +172,18 @@ class Recipe:
         if not self.compilers:
             raise NativeUnavailable(f"no C compiler was found (tried {', '.join(COMPILERS)}); install gcc")
         said = []
-        begin = time.monotonic()
         for compiler in self.compilers:
             try:
-                built = self._build_with(compiler, folder)
+                return self._build_with(compiler, folder)
             except (OSError, subprocess.SubprocessError) as error:
-                said.append(f"{compiler}: {complaint(error)}")
-            else:
-                _log.info("native kernels compiled by %s in %.1f s", compiler, time.monotonic() - begin)
-                return built
+                said.append(f"{compiler}: {_complaint(error)}")
         raise NativeUnavailable("; ".join(said))
 
     def _build_with(self, compiler: Path, folder: Path) -> Path:
         objects = [folder / f"{source.stem}.o" for source in self.sources]
         _run_all(
             [
-                [str(compiler), *FLAGS, "-c", str(source), "-o", str(made)]
+                [str(compiler), *self.flags, "-c", str(source), "-o", str(made)]
                 for source, made in zip(self.sources, objects, strict=True)
             ]
         )
@@ -181,9 +196,13 @@ class Recipe:
 
 
 def find_compilers() -> tuple[Path, ...]:
-    """C compilers on PATH, each once."""
-    found = (shutil.which(name) for name in COMPILERS)
-    return tuple(dict.fromkeys(Path(name).resolve() for name in found if name))
+    """C compilers on PATH, each once, by the names they were found by: a wrapper such as ccache tells by its name."""
+    found: dict[Path, Path] = {}
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path:
+            found.setdefault(Path(path).resolve(), Path(path).absolute())
+    return tuple(found.values())
 
 
 def loaded_openmp(maps: Path = Path("/proc/self/maps")) -> Path | None:
@@ -199,15 +218,26 @@ def loaded_openmp(maps: Path = Path("/proc/self/maps")) -> Path | None:
     return runtimes[0] if runtimes else None
 
 
+def openmp_of_torch() -> Path | None:
+    """The OpenMP runtime that torch would load, told without loading torch; None where it brings none along."""
+    found = importlib.util.find_spec("torch")
+    for package in (found.submodule_search_locations or ()) if found else ():
+        for folder in (Path(package) / "lib", Path(package).parent / "torch.libs"):
+            for runtime in sorted(folder.glob("libgomp*.so*")):
+                return runtime.resolve()
+    return None
+
+
 def _run_all(commands: Sequence[list[str]]) -> None:
     """Runs commands side by side. Raises the first one's failure."""
     environment = os.environ | {"LC_ALL": "C"}
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
+    running: list[subprocess.Popen[str]] = []
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
     try:
+        for command in commands:
+            running.append(
+                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
         for process in running:
             output, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
             if process.returncode:
@@ -219,7 +249,7 @@ def _run_all(commands: Sequence[list[str]]) -> None:
                 process.communicate()
 
 
-def complaint(error: Exception) -> str:
+def _complaint(error: Exception) -> str:
     """What to say of a failed command, in one line."""
     output = error.output if isinstance(error, subprocess.CalledProcessError) else ""
     lines = [line.strip() for line in (output or "").splitlines() if line.strip()]
@@ -228,9 +258,11 @@ def complaint(error: Exception) -> str:
 
 
 def _publish(built: Path, path: Path) -> None:
-    """Puts a library and its digest under its final name at once."""
+    """Puts a library and its digest under its final name at once. Raises OSError, also where others could change it."""
     content = built.read_bytes()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not _is_ours(path.parent):
+        raise PermissionError(f"{path.parent} is another user's, or others may write to it")
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     temporary = Path(name)
     try:
@@ -241,6 +273,28 @@ def _publish(built: Path, path: Path) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _drop_old(folder: Path) -> None:
+    """Removes what was left in a cache folder by other versions, and by processes that were killed."""
+    for pattern in (FILE_PATTERN, f".{FILE_PATTERN}-*"):
+        for path in folder.glob(pattern):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > KEPT_S:
+                    path.unlink()
+
+
+def is_published(path: Path) -> bool:
+    """Whether a library is there as this user wrote it. What others could have written is never loaded."""
+    return _is_ours(path.parent) and _is_ours(path) and _is_whole(path)
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_whole(path: Path) -> bool:

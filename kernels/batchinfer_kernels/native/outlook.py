@@ -6,20 +6,36 @@ what was compiled loads.
 
 from __future__ import annotations
 
-import os
-import subprocess
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchinfer_kernels.native import library
 from batchinfer_kernels.native.library import NativeUnavailable
 
 MEND = "install a C compiler and its headers (Debian, Ubuntu: apt-get install gcc libc6-dev)"
-TRIAL_TIMEOUT_S = 20
-# What the C files need of a compiler: the headers that are packages of their own, and to know the processor.
-_TRIAL = (
-    "#include <math.h>\n#include <omp.h>\n#include <string.h>\n#ifndef __AVX512VNNI__\n#error too old for it\n#endif\n"
-)
+# What the C files need of a compiler: the headers that are packages of their own, to know the processor, and to link
+# threads.
+_TRIAL = """\
+#include <immintrin.h>
+#include <math.h>
+#include <omp.h>
+#include <string.h>
+#ifndef __AVX512VNNI__
+#error too old for this processor
+#endif
+__m512 trial(__m512 sum, __m512i a, __m512i b, double *roots, int count)
+{
+    sum = _mm512_add_ps(sum, _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), a, b)));
+#ifdef __AVX512BF16__
+    sum = _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#endif
+#pragma omp parallel for num_threads(omp_get_max_threads())
+    for (int i = 0; i < count; i++)
+        roots[i] = exp(roots[i]);
+    return sum;
+}
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,40 +49,27 @@ class Obstacle:
 def obstacle(cache: Path | None = None) -> Obstacle | None:
     """What keeps this machine from using the library, None where nothing is known to.
 
-    Takes a millisecond where a library was compiled before, else as long as it takes to try the compiler's headers.
+    Takes milliseconds where this very library was compiled before, else as long as compiling a small one.
     cache   `library.cache_folder()` unless given
     """
     try:
-        library.check_machine()
+        features = library.check_machine()
     except NativeUnavailable as error:
         return Obstacle(reason=str(error), mend=None)
-    compilers = library.find_compilers()
-    if not compilers:
+    recipe = library.Recipe.of(library.SOURCES, features)
+    if not recipe.compilers:
         names = ", ".join(library.COMPILERS)
         return Obstacle(reason=f"no C compiler was found (tried {names})", mend=MEND)
     folder = library.cache_folder() if cache is None else cache
-    if any(folder.glob(library.FILE_PATTERN)):
+    if library.is_published(folder / recipe.file_name):
         return None
-    said = {str(compiler): _complaint_of(compiler) for compiler in compilers}
-    if None in said.values():
-        return None
-    return Obstacle(reason="; ".join(f"{name}: {text}" for name, text in said.items()), mend=MEND)
-
-
-def _complaint_of(compiler: Path) -> str | None:
-    """Why a compiler can't do it, from headers alone."""
-    command = [str(compiler), *library.FLAGS, "-fsyntax-only", "-x", "c", "-"]
     try:
-        subprocess.run(
-            command,
-            input=_TRIAL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"LC_ALL": "C"},
-            text=True,
-            timeout=TRIAL_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return library.complaint(error)
+        with tempfile.TemporaryDirectory(prefix="batchinfer-native-") as temporary:
+            source = Path(temporary) / "trial.c"
+            source.write_text(_TRIAL)
+            replace(recipe, sources=(source,), headers=()).build(Path(temporary))
+    except NativeUnavailable as error:
+        return Obstacle(reason=str(error), mend=MEND)
+    except OSError as error:
+        return Obstacle(reason=f"can't write to {tempfile.gettempdir()} ({error})", mend="set TMPDIR to another folder")
     return None
