@@ -68,12 +68,15 @@ class RowFeed:
         lease = self._leases.get(lease_id)
         if lease is None:
             return
+        had_left = lease.num_left
         stop = lease.give_back(half=half)
         self._report({"t": "returned", "lease": lease_id, "stop": stop})
         if stop == lease.start:
             del self._leases[lease_id]
-        else:
-            self._close_if_ended(lease)
+            return
+        if had_left and not lease.num_left:  # what is left of it is all in the engine, and no reserve any more
+            self._report({"t": "begun_all", "lease": lease_id})
+        self._close_if_ended(lease)
 
     def step(self) -> None:
         begin = time.perf_counter()

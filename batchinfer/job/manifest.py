@@ -29,7 +29,7 @@ from batchinfer.text import apply_overrides
 from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
 from batchinfer.types.streams import row_key
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2  # 1 did not say all of how the model computes
 AUTO = "auto: "  # begins the source of a value that was chosen for a machine
 
 

@@ -193,3 +193,21 @@ def test_rows_given_back_are_not_run_and_the_rest_is_done(tmp_path: Path) -> Non
     assert sum(message["rows"] for message in shop.kinds("progress")) == returned["stop"] < unit.num_rows
     feed.give_back(0, half=False)  # late: it is over
     assert len(shop.kinds("returned")) == 1
+
+
+def test_a_lease_that_is_cut_behind_what_is_begun_is_all_begun(tmp_path: Path) -> None:
+    """Else it would pass for a reserve, and its worker be given nothing."""
+    shop = Workshop(tmp_path, [f"row {i}" for i in range(60)])
+    unit = max(shop.plan.units, key=lambda unit: unit.num_rows)
+    feed = shop.feed()
+    lease = shop.lease(0, unit.unit, 0, unit.num_rows)
+    feed.add(lease)
+    feed.step()
+    assert lease.num_left and not shop.kinds("begun_all")
+    while lease.num_left:
+        feed.give_back(0, half=False)
+    said = [message["t"] for message in shop.said if message["t"] in ("returned", "begun_all")]
+    assert said[-2:] == ["returned", "begun_all"] and said.count("begun_all") == 1
+    run_to_end(feed)
+    feed.close()
+    assert len(shop.kinds("begun_all")) == 1 and len(shop.kinds("done")) == 1

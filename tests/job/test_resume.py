@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pyarrow as pa
 import pytest
 
@@ -181,6 +183,19 @@ def test_unreadable_manifest_is_said_so(half_done):
     half_done.output.joinpath("__batchinfer/manifest.json").write_text("{")
     with pytest.raises(ResumeRefused, match="another version of batchinfer or is damaged"):
         resolve_job(half_done.spec())
+
+
+def test_a_job_of_an_earlier_version_is_refused_until_it_starts_over(half_done):
+    """Its manifest does not say which kernels made the rows that are there."""
+    path = half_done.output / "__batchinfer/manifest.json"
+    old = json.loads(path.read_text())
+    old["format"] = 1
+    for key in ("engine.kernels", "engine.block_size"):
+        del old["semantic"][key], old["sources"][key]
+    path.write_text(json.dumps(old))
+    with pytest.raises(ResumeRefused, match=r"format 1, this version reads 2.*another version of batchinfer.*--fresh"):
+        resolve_job(half_done.spec())
+    resolve_job(half_done.spec(), ignore_existing=True)
 
 
 @pytest.mark.parametrize(
