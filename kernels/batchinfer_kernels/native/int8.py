@@ -22,8 +22,6 @@ from batchinfer_kernels.native import library
 
 PANEL = 32
 HALF = PANEL // 2
-# `struct shortlist` and `struct spread`.
-_LIST_BYTES, _SPREAD_BYTES = 12 + 504 * 8, 8
 
 
 class _Rows(ctypes.Structure):
@@ -108,6 +106,7 @@ class NativeInt8:
         self._rms_norm_quantize = functions.batchinfer_rms_norm_quantize
         self._linear, self._gated = functions.batchinfer_int8_linear, functions.batchinfer_int8_gated
         self._largest = functions.batchinfer_largest
+        self._scratch_bytes = functions.batchinfer_largest_scratch_bytes
         self._quantize_weight = functions.batchinfer_quantize_weight
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -186,7 +185,7 @@ class NativeInt8:
         if not x.values.numel():
             x = self.quantize(plain.float(), plain=True)  # a bfloat16 number is rounded to itself
         threads = torch.get_num_threads()
-        size = (_LIST_BYTES * threads + _SPREAD_BYTES) * len(x)
+        size = self._scratch_bytes(len(x), threads)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         index = torch.empty(len(x), dtype=torch.int64)
@@ -206,7 +205,8 @@ class NativeInt8:
 
 
 def _pack_shortlist(plain: Tensor) -> dict[str, Tensor]:
-    """plain bfloat16 [N, K], whole panels and groups."""
+    """plain bfloat16 [N, K], whole panels and groups. Nothing where a weight is not finite: no output is then, and only
+    all outputs show it."""
     features, width = plain.shape
     sides = (features // PANEL, width // GROUP, PANEL)
     packed = {
@@ -219,7 +219,7 @@ def _pack_shortlist(plain: Tensor) -> dict[str, Tensor]:
     _functions().batchinfer_pack_shortlist(
         plain.data_ptr(), features, width, *(x.data_ptr() for x in packed.values()), torch.get_num_threads()
     )
-    return packed
+    return packed if packed["lengths"].isfinite().all() and packed["errors"].isfinite().all() else {}
 
 
 def _pack_bytes(values: Tensor, scales: Tensor) -> dict[str, Tensor]:
@@ -283,4 +283,6 @@ def _functions() -> Any:
     }.items():
         getattr(found, name).argtypes = types
         getattr(found, name).restype = None
+    found.batchinfer_largest_scratch_bytes.argtypes = [number, ctypes.c_int]
+    found.batchinfer_largest_scratch_bytes.restype = number
     return found

@@ -32,7 +32,8 @@ INLINE __m512 from_bf16(__m256i x) { return (__m512)_mm512_slli_epi32(_mm512_cvt
 
 /* ---- Packing ---- */
 
-/* plain: bfloat16 [features, width]. To bytes, as in panels.h, with |w| and |w - w'| of each feature. */
+/* plain: bfloat16 [features, width]. To bytes, as in panels.h, with |w| and |w - w'| of each feature, which are not finite
+ * where a weight is not: such bytes are of no use. */
 void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width, int8_t *values, float *scales,
                                int32_t *offsets, float *lengths, float *errors, int threads)
 {
@@ -52,7 +53,8 @@ void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width,
             int32_t sum = 0;
             for (int i = 0; i < GROUP; i++) {
                 const long k = g * GROUP + i;
-                const float whole = scale < FLT_MIN ? 0.0f : rintf(weight[i] / scale);
+                const float steps = scale < FLT_MIN ? 0.0f : rintf(weight[i] / scale);
+                const float whole = isfinite(steps) ? steps : 0.0f;
                 panel_values[k / 4 * 4 * PANEL + k % 4] = (int8_t)whole;
                 sum += (int32_t)whole;
                 const float off = weight[i] - whole * scale;
@@ -82,9 +84,10 @@ static struct spread spread_of(const struct quantized *x, long t, long width)
         error = _mm512_fmadd_ps(off, off, error);
         length = _mm512_fmadd_ps(near, near, length);
     }
-    /* An output is a sum of products, each addition rounded: of the length, far more than that rounding. */
-    const float norm = sqrtf(_mm512_reduce_add_ps(length));
-    return (struct spread){(sqrtf(_mm512_reduce_add_ps(error)) + 1e-4f * norm) * SLACK, norm * SLACK};
+    /* An output is a sum of `width` products, each addition rounded by up to 2^-24 of what all of them can come to; that
+     * of the bytes has fewer roundings. Twice that. */
+    const float norm = sqrtf(_mm512_reduce_add_ps(length)), rounding = (float)width * 0x1p-23f;
+    return (struct spread){(sqrtf(_mm512_reduce_add_ps(error)) + rounding * norm) * SLACK, norm * SLACK};
 }
 
 static void drop_hopeless(struct shortlist *list)
@@ -185,6 +188,12 @@ static struct best best_of_lists(const struct quantized *x, long t, const struct
             if (lists[i * stride].ceiling[c] >= best.value && lists[i * stride].index[c] != first)
                 best = better(best, exact(x, t, w, lists[i * stride].index[c]), lists[i * stride].index[c]);
     return best;
+}
+
+/* Of `batchinfer_largest`'s scratch. */
+long batchinfer_largest_scratch_bytes(long rows, int threads)
+{
+    return rows * (long)(threads * sizeof(struct shortlist) + sizeof(struct spread));
 }
 
 /* index [rows]: where the plain features of x W^T are largest, the lowest among equals; finite [rows]: whether the row
