@@ -32,7 +32,7 @@ def load_model(
     dtype: str = "auto",
     device: str | torch.device = "cpu",
     ops: Ops,
-    quantization: str = "auto",
+    quantization: str = "none",
     max_model_len: int | None = None,
     num_threads: int | None = None,
 ) -> CausalLM:

@@ -1,6 +1,7 @@
-"""What a quantization scheme is, and the choice of one from the checkpoint's and the user's words.
+"""What a quantization scheme is, and the one of a name.
 
-To add a scheme: a file beside this one, an entry in `resolve_scheme`, its detection from `quantization_config`.
+To add a scheme: a file beside this one, an entry in `resolve_scheme` and in `arithmetic`, its detection from
+`quantization_config`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from batchinfer.quant.int8 import Int8
 from batchinfer.quant.shape import LinearShape
 from batchinfer.quant.unquantized import Unquantized
 from batchinfer.weights import RowSink
-
-PLANNED = ("int4", "fp8")
 
 
 class LinearWeights(Protocol):
@@ -75,12 +74,11 @@ class LinearScheme(Protocol):
 
 
 def resolve_scheme(quantization: str, config: Mapping[str, Any]) -> LinearScheme:
-    """The scheme for what the user asked ("auto" is as stored) and what the checkpoint's config says."""
+    """The scheme of a name that `arithmetic` has resolved. Raises ConfigError for another, and ModelError where the
+    checkpoint's weights are stored quantized in a way that can't be read."""
     refuse_stored_quantization(config)
-    if quantization in ("auto", "none"):
+    if quantization == "none":
         return Unquantized()
     if quantization == "int8":
         return Int8()
-    if quantization in PLANNED:
-        raise ConfigError(f"model.quantization: {quantization!r} is planned and not there yet; use auto, none or int8")
-    raise ConfigError(f"model.quantization must be auto, none or int8, got {quantization!r}")
+    raise ConfigError(f"there is no quantization {quantization!r} for weights, only none and int8")

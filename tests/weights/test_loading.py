@@ -204,9 +204,9 @@ def test_equal_values(tmp_path: Path) -> None:
     assert not equal_values(a["lm_head.weight"], a["model.norm.weight"])
 
 
-@pytest.mark.parametrize(("quantization", "words"), [("int4", "planned"), ("awq", "must be auto, none or int8")])
-def test_quantization_is_refused_by_name(tmp_path: Path, quantization: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+@pytest.mark.parametrize("quantization", ["int4", "awq"])
+def test_quantization_is_refused_by_name(tmp_path: Path, quantization: str) -> None:
+    with pytest.raises(ConfigError, match=f"no quantization '{quantization}'"):
         parameters(make_tiny(tmp_path / "tiny"), quantization=quantization)
 
 
