@@ -233,6 +233,11 @@ def _terminated(signum: int, frame: FrameType | None) -> None:
     """Ends it here, not by an exception: a library that is being imported may swallow that, and the run would go on."""
     with contextlib.suppress(OSError):
         os.write(2, b"Stopped: stopped by SIGTERM; the same command goes on\n")
+    # A module that is still being imported has made nothing, and lacks the name.
+    if abandon := getattr(sys.modules.get("batchinfer.cluster.warm"), "abandon_workers", None):
+        abandon()
+    if remove := getattr(sys.modules.get("batchinfer.job.resolve"), "remove_temporary_caches", None):
+        remove()
     os._exit(Interrupted.exit_code)
 
 

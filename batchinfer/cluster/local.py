@@ -99,6 +99,11 @@ class LocalWorkers:
                 wait_s = 0.1
         self._children.clear()
 
+    def kill(self) -> None:
+        """Ends all workers and their engines by force, without waiting."""
+        for child in self._children.values():
+            _kill(child)
+
     def _spawn(self, name: str) -> None:
         with (self.scratch / f"worker-{name}.log").open("ab") as log:
             process = subprocess.Popen(

@@ -71,13 +71,26 @@ def local_workers(spec: JobSpec, *, start: bool = True) -> Iterator[LocalWorkers
 
 @contextlib.contextmanager
 def _workers(began: float) -> Iterator[LocalWorkers]:
-    scratch = Path(tempfile.mkdtemp(prefix="batchinfer-"))
+    scratch = Path(tempfile.gettempdir(), f"batchinfer-{os.urandom(8).hex()}")
     workers = LocalWorkers(num_workers=1, num_threads=num_cores(), preload=_ALWAYS, scratch=scratch, began=began)
+    _there.append(workers)  # before its folder is made: a signal may come in between
     try:
+        scratch.mkdir(0o700)
         yield workers
     finally:
         workers.close()
         shutil.rmtree(scratch, ignore_errors=True)
+        _there.remove(workers)
+
+
+def abandon_workers() -> None:
+    """Ends all workers at once, and removes their scratch folders. For whoever ends the process on the spot."""
+    for workers in _there:
+        workers.kill()
+        shutil.rmtree(workers.scratch, ignore_errors=True)
+
+
+_there: list[LocalWorkers] = []
 
 
 def is_finished(output: Path) -> bool:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from batchinfer.cluster.engine_host import EngineHost
@@ -31,14 +32,19 @@ from batchinfer.cluster.phases import phases, process_start
 
 # Modules and tokenizers are millions of objects that stay: looking at them again and again was a tenth of the start.
 RARELY = (50_000, 20, 50)
+PARENT_GONE_S = 0.2  # a process that ends closes its pipes a moment before it is gone
 started_engine: EngineHost | None = None
+_scratch: str | None = None
 
 
 def main() -> int:
+    global _scratch
     gc.set_threshold(*RARELY)
+    signal.signal(signal.SIGTERM, _terminated)  # until Dask's loop has a better way
     end_with_parent(int(sys.argv[1]))
     leave_interrupts_to_the_driver()
     warm = _told()
+    _scratch = warm["scratch"]
     host = EngineHost(
         name=warm["name"],
         num_threads=warm["num_threads"],
@@ -59,9 +65,20 @@ def main() -> int:
 
     importable.started_engine = host
     code = _serve(_told()["scheduler"], warm, host)
-    if os.getppid() != int(sys.argv[1]):  # a driver that was killed has not tidied up
-        shutil.rmtree(warm["scratch"], ignore_errors=True)
+    _tidy_up_for_the_driver()
     return code
+
+
+def _tidy_up_for_the_driver() -> None:
+    """One that was killed has not removed the scratch folder."""
+    if _scratch is not None and os.getppid() != int(sys.argv[1]):
+        shutil.rmtree(_scratch, ignore_errors=True)
+
+
+def _terminated(signum: int, frame: FrameType | None) -> None:
+    _tidy_up_for_the_driver()
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
 
 
 def _import_dask() -> None:
@@ -77,6 +94,10 @@ def _import_dask() -> None:
 def _told() -> dict[str, Any]:
     line = sys.stdin.readline()
     if not line:
+        end = time.monotonic() + PARENT_GONE_S
+        while os.getppid() == int(sys.argv[1]) and time.monotonic() < end:
+            time.sleep(0.01)
+        _tidy_up_for_the_driver()
         os._exit(0)  # the driver has no use for us, or is gone; the engine ends with us
     told: dict[str, Any] = json.loads(line)
     return told

@@ -146,6 +146,29 @@ def catches(pid: int, signum: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (signum - 1) & 1)
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.4, 0.8])
+def test_a_driver_that_is_ended_while_starting_leaves_no_folder_behind(
+    folder: JobFolder, delay_s: float, signum: signal.Signals
+) -> None:
+    folder.input(ROWS)
+    folder.job(SLOW, **SETTINGS)
+    temporary = folder.root / "tmp"
+    temporary.mkdir()
+    driver = folder.start(env=os.environ | {"TMPDIR": str(temporary)})
+    folder.wait_for(lambda: [*temporary.glob("batchinfer-*/worker-*.log")])
+    (scratch,) = (path.parent for path in temporary.glob("batchinfer-*/worker-*.log"))
+    time.sleep(delay_s)
+    if signum == signal.SIGKILL:  # then its worker has to know of the folder
+        folder.wait_for(lambda: [*scratch.glob("engine-*.log")])
+    driver.send_signal(signum)
+    driver.communicate(timeout=30)
+    if signum == signal.SIGKILL:
+        folder.wait_for(lambda: not scratch.exists(), timeout=15)
+    else:
+        assert not [*temporary.glob("batchinfer-*")]
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.6, 1.0, 1.5])
 def test_a_signal_while_starting_is_an_interruption_too(folder: JobFolder, delay_s: float) -> None:
     folder.input(ROWS)
