@@ -7,6 +7,7 @@ one thread.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -161,6 +162,14 @@ class Coordinator:
     def close(self) -> None:
         """However the run ended: once this returns, no task of this process writes, and the job's lock may go."""
         self._own.shutdown(wait=True, cancel_futures=True)
+
+    def hear_late_counts(self) -> None:
+        """What engines counted until they ended, told while the run was ending: for the timings alone."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self.inbox.get_nowait()
+                if isinstance(item, _News) and item.message["t"] in ("first_token", "stats"):
+                    self._understand(item)
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.state.handle(event))

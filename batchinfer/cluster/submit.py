@@ -314,6 +314,7 @@ def run_on_local_workers(
     finally:
         coordinator.close()
         workers.close()
+        coordinator.hear_late_counts()
         with contextlib.suppress(Exception):  # its workers are gone: it may complain, and need not be heard
             client.close(timeout=2)
             cluster.close(timeout=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from batchinfer.cluster.coordinator import Coordinator
+from batchinfer.cluster.coordinator import Coordinator, _News
 from batchinfer.cluster.resume import find_committed
 from batchinfer.cluster.timings import RunTimings
 from batchinfer.job import events as ev
@@ -95,3 +96,16 @@ def test_tasks_of_a_small_job_are_handed_the_drivers_own_job(make: Callable[...,
     coordinator._start_task(ev.CleanWindow(1))
     assert given[0].job is coordinator.job and given[1] == coordinator.run_path
     coordinator.close()
+
+
+def test_counts_that_came_while_the_run_was_ending_are_in_its_timings(make: Callable[..., Coordinator]) -> None:
+    coordinator = make()
+    counts = {"cpu_s": 2.5, "computed_tokens": 9, "cached_tokens": 0, "generated_tokens": 4}
+    coordinator.inbox.put(_News({"t": "stopped", "name": "w0"}))
+    coordinator.inbox.put(_News({"t": "stats", "name": "w0", **counts}))
+    coordinator.close()
+    coordinator.hear_late_counts()
+    layout = coordinator.job.layout
+    coordinator.timings.write(layout)
+    found = json.loads(layout.timings.read_text())
+    assert found["engine"]["w0"] == counts and found["cpu_s"]["engine w0"] == 2.5

@@ -31,6 +31,19 @@ def test_first_moments_stay_and_last_ones_move(tmp_path: Path) -> None:
     assert mine == [{"process": "engine w0", "name": "loads", "begin_s": 1.0, "end_s": 1.5, "cpu_s": 0.4}]
 
 
+def test_moments_are_written_as_they_were_and_not_as_they_were_heard_of(tmp_path: Path) -> None:
+    timings = RunTimings(started=100.0)
+    order = ["job_frozen", "rows_ready", "first_lease", "first_token", "first_durable", "last_durable", "end"]
+    times = {name: 101.0 + number for number, name in enumerate(order)}
+    for name in sorted(order):  # messages of several processes come in any order
+        timings.moment(name, times[name])
+    timings.write(JobLayout(tmp_path))
+    moments = json.loads(JobLayout(tmp_path).timings.read_text())["moments"]
+    assert moments == {name: times[name] - 100.0 for name in order}
+    told = timings.start_text()
+    assert "first token 4.00 s" in told and "job_frozen 1.00, rows_ready 2.00, first_lease 3.00" in told
+
+
 def test_spans_are_taken_once() -> None:
     phases = Phases()
     with phases.span("waits"):

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -116,11 +117,15 @@ def test_the_table_and_the_record_say_the_same() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_memory_counts_what_a_process_starts() -> None:
-    hold = "import time; block = b'x' * (200 << 20); time.sleep(2.5)"
+    hold = "import sys; block = b'x' * (200 << 20); sys.stdin.read()"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}], check=True)"
-    process = subprocess.Popen([sys.executable, "-c", program])
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
     with MemoryWatch(process.pid) as watch:
-        assert process.wait() == 0
+        end = time.monotonic() + 60
+        while (watch.peak_rss or 0) < 200 << 20 and time.monotonic() < end:
+            time.sleep(0.05)
+        process.communicate()  # closes its input
+    assert process.returncode == 0
     assert watch.peak_rss is not None
     assert 200 << 20 < watch.peak_rss < 400 << 20
 
