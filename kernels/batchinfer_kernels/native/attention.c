@@ -14,35 +14,10 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "attention.h"
 #include "bf16.h"
 
 enum { LANES = 16, ROWS = 6, MAX_SPLIT = 1024, MAX_HEAD_DIM = 256, MAX_BLOCKS = MAX_SPLIT / LANES };
-
-/* One step's plan; the same in attention.py. Positions are in sequences, tokens are rows of q. */
-struct step {
-    /* Tiles: queries members[tile_start ..][tile_count], blocks found through a row of block_tables. */
-    const int64_t *tile_start, *tile_count, *tile_chunk, *tile_split, *members;
-    /* Work items in the order in which they are begun: tile * num_kv_heads + KV head. */
-    const int64_t *items;
-    const int64_t *positions, *block_tables;
-    /* A token's first partial result, -1 where it sees one split only; the tokens that see several. */
-    const int64_t *entry, *several;
-    /* block * LANES + offset of each token; blocks whose values are cleared first. */
-    const int64_t *slots, *fresh_blocks;
-    int64_t num_tokens, num_items, num_several, num_fresh, table_width;
-    int64_t num_heads, num_kv_heads, head_dim, split_size, window; /* window: 0 is none */
-};
-
-/* One layer's tensors. Strides are in numbers, between tokens. */
-struct layer {
-    const float *q, *k, *v;
-    int64_t q_stride, k_stride, v_stride;
-    uint16_t *k_cache, *v_cache;
-    int64_t block_stride, head_stride; /* in numbers, of both caches */
-    float *out;                  /* [tokens, heads, head_dim] */
-    float *part, *part_top_sum;  /* [entries, heads, head_dim] and [entries, heads, 2] */
-    float scale, softcap;        /* of the query; and 0, or what the hyperbolic tangent is multiplied by */
-};
 
 /* A work item: a tile and KV head, and the blocks of the split that its queries see, the first at position `origin` of
  * the sequence: their keys, then their values, then the keys that the thread works on next. While blocks[i] is worked
@@ -435,31 +410,33 @@ static void merge_token(const struct step *step, const struct layer *layer, int6
     }
 }
 
-/* Stores the step's keys and values, then attends to the cache. */
-void batchinfer_attention(const struct step *step, const struct layer *layer, int threads)
+void batchinfer_attend(const struct step *step, const struct layer *layer, int64_t *queue)
 {
     const int64_t kv_heads = step->num_kv_heads, dim = step->head_dim;
-    int64_t queue = threads;
-#pragma omp parallel num_threads(threads)
-    {
 #pragma omp single nowait
-        queue = omp_get_num_threads();
+    *queue = omp_get_num_threads();
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < step->num_fresh * kv_heads; i++)
-            memset(layer->v_cache + step->fresh_blocks[i / kv_heads] * layer->block_stride +
-                       i % kv_heads * layer->head_stride,
-                   0, dim * LANES * sizeof(uint16_t));
+    for (int64_t i = 0; i < step->num_fresh * kv_heads; i++)
+        memset(layer->v_cache + step->fresh_blocks[i / kv_heads] * layer->block_stride +
+                   i % kv_heads * layer->head_stride,
+               0, dim * LANES * sizeof(uint16_t));
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < step->num_tokens; t++)
-            for (int64_t h = 0; h < kv_heads; h++) {
-                const int64_t at = step->slots[t] / LANES * layer->block_stride + h * layer->head_stride;
-                write_head(layer->k + t * layer->k_stride + h * dim, layer->v + t * layer->v_stride + h * dim,
-                           layer->k_cache + at, layer->v_cache + at, (int)dim, (int)(step->slots[t] % LANES));
-            }
-        attend_items(step, layer, omp_get_thread_num(), &queue);
+    for (int64_t t = 0; t < step->num_tokens; t++)
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const int64_t at = step->slots[t] / LANES * layer->block_stride + h * layer->head_stride;
+            write_head(layer->k + t * layer->k_stride + h * dim, layer->v + t * layer->v_stride + h * dim,
+                       layer->k_cache + at, layer->v_cache + at, (int)dim, (int)(step->slots[t] % LANES));
+        }
+    attend_items(step, layer, omp_get_thread_num(), queue);
 #pragma omp barrier
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < step->num_several; i++)
-            merge_token(step, layer, step->several[i]);
-    }
+    for (int64_t i = 0; i < step->num_several; i++)
+        merge_token(step, layer, step->several[i]);
+}
+
+void batchinfer_attention(const struct step *step, const struct layer *layer, int threads)
+{
+    int64_t queue;
+#pragma omp parallel num_threads(threads)
+    batchinfer_attend(step, layer, &queue);
 }
