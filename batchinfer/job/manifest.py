@@ -272,8 +272,8 @@ def differences(frozen: ResolvedJob, job: ResolvedJob, *, extend: bool) -> list[
     return found
 
 
-def refusal(layout: JobLayout, found: Sequence[str]) -> ResumeRefused:
-    """The error that lists what changed, and says how to go on."""
+def refusal(layout: JobLayout, found: Sequence[str], machine: str | None = None) -> ResumeRefused:
+    """The error that lists what changed, and says how to go on. `machine`: what of it may be this machine's doing."""
     only_new = all(text.startswith("new input file ") for text in found)
     hint = (
         "To run the new files too, use --extend."
@@ -281,6 +281,8 @@ def refusal(layout: JobLayout, found: Sequence[str]) -> ResumeRefused:
         else "Undo the change to go on, or start over with --fresh (the old output is moved aside, not deleted), "
         "or give another output.path."
     )
+    if machine is not None:
+        hint = f"{machine}.\n{hint}"
     lines = "\n  ".join(found)
     return ResumeRefused(
         f"{layout.output} holds results of this job, but the job has changed since it was first submitted:\n"

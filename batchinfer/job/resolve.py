@@ -84,7 +84,8 @@ def resolve_job(
         cache_dir=cache_dir or (str(layout.input_cache) if frozen is not None else _temporary_cache()),
         used_as=_used_as(spec.input),
     )
-    arithmetic = _arithmetic(spec, files, machine or this_machine(), frozen)
+    machine = machine or this_machine()
+    arithmetic = _arithmetic(spec, files, machine, frozen)
     semantic, sources = _resolve_values(spec, files, arithmetic)
     job = ResolvedJob(
         spec=spec,
@@ -116,7 +117,7 @@ def resolve_job(
         job = _with_overrides(frozen, job)
     found = differences(frozen, job, extend=extend)
     if found:
-        raise refusal(layout, found)
+        raise refusal(layout, found, _lack(frozen, job, machine))
     return in_frozen_order(frozen, job)
 
 
@@ -274,6 +275,14 @@ def _arithmetic(spec: JobSpec, files: ModelFiles, machine: Machine, frozen: Reso
             found = resolve_arithmetic(files, machine, **fixed, **(wanted | kept))
             return replace(found, sources={**found.sources, **{name: chosen.sources[name] for name in kept}})
     return resolve_arithmetic(files, machine, **fixed, **wanted)
+
+
+def _lack(frozen: ResolvedJob, job: ResolvedJob, machine: Machine) -> str | None:
+    """What this machine lacks of what the job was begun with, or None."""
+    if frozen.arithmetic.kernels != "native" or job.arithmetic.kernels == "native" or machine.obstacle is None:
+        return None
+    mend = "" if machine.mend is None else f". To go on here, {machine.mend}"
+    return f"The job was begun with native kernels, which can't be used on this machine: {machine.obstacle}{mend}"
 
 
 def resolve_sampling(spec: JobSpec, files: ModelFiles) -> dict[str, tuple[Any, str]]:

@@ -77,6 +77,8 @@ def test_another_machine_goes_on_only_if_it_computes_the_same(job, machine, name
     assert tuple(line.partition(":")[0] for line in lines) == named
     if machine.obstacle is not None:
         assert machine.obstacle in str(caught.value), "the reason is told"
+    if machine.mend is not None:
+        assert f"To go on here, {machine.mend}" in str(caught.value), "and what helps"
 
 
 def test_a_better_machine_goes_on_as_the_job_began(job):
