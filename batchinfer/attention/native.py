@@ -66,18 +66,8 @@ class NativeAttention:
         if self._partial.numel() < size:
             self._partial = torch.empty(size + size // 4)
         out = torch.empty(q.shape)
-        attention.attend(
-            q.float(),
-            k.float(),
-            v.float(),
-            k_cache,
-            v_cache,
-            out,
-            self._partial,
-            plan,
-            scale=spec.scale,
-            softcap=spec.softcap,
-        )
+        layer = attention.TileLayer(k_cache, v_cache, scale=spec.scale, softcap=spec.softcap)
+        attention.attend(q.float(), k.float(), v.float(), out, self._partial, plan, layer)
         return out.to(q.dtype)
 
 

@@ -383,8 +383,7 @@ static void attend_items(const struct step *step, const struct layer *layer, int
     }
 }
 
-/* A token's splits, added in their order. */
-static void merge_token(const struct step *step, const struct layer *layer, int64_t token)
+void batchinfer_merge_token(const struct step *step, const struct layer *layer, int64_t token)
 {
     const int64_t position = step->positions[token], heads = step->num_heads, dim = step->head_dim;
     const int64_t splits = position / step->split_size - first_seen(step, position) / step->split_size + 1;
@@ -410,33 +409,46 @@ static void merge_token(const struct step *step, const struct layer *layer, int6
     }
 }
 
-void batchinfer_attend(const struct step *step, const struct layer *layer, int64_t *queue)
+void batchinfer_clear_values(const struct step *step, const struct layer *layer)
 {
     const int64_t kv_heads = step->num_kv_heads, dim = step->head_dim;
-#pragma omp single nowait
-    *queue = omp_get_num_threads();
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < step->num_fresh * kv_heads; i++)
         memset(layer->v_cache + step->fresh_blocks[i / kv_heads] * layer->block_stride +
                    i % kv_heads * layer->head_stride,
                0, dim * LANES * sizeof(uint16_t));
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < step->num_tokens; t++)
-        for (int64_t h = 0; h < kv_heads; h++) {
-            const int64_t at = step->slots[t] / LANES * layer->block_stride + h * layer->head_stride;
-            write_head(layer->k + t * layer->k_stride + h * dim, layer->v + t * layer->v_stride + h * dim,
-                       layer->k_cache + at, layer->v_cache + at, (int)dim, (int)(step->slots[t] % LANES));
-        }
+}
+
+void batchinfer_store_token(const struct step *step, const struct layer *layer, int64_t token)
+{
+    const int64_t dim = step->head_dim;
+    for (int64_t h = 0; h < step->num_kv_heads; h++) {
+        const int64_t at = step->slots[token] / LANES * layer->block_stride + h * layer->head_stride;
+        write_head(layer->k + token * layer->k_stride + h * dim, layer->v + token * layer->v_stride + h * dim,
+                   layer->k_cache + at, layer->v_cache + at, (int)dim, (int)(step->slots[token] % LANES));
+    }
+}
+
+void batchinfer_attend_tiles(const struct step *step, const struct layer *layer, int64_t *queue)
+{
+#pragma omp single
+    *queue = omp_get_num_threads();
     attend_items(step, layer, omp_get_thread_num(), queue);
 #pragma omp barrier
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < step->num_several; i++)
-        merge_token(step, layer, step->several[i]);
 }
 
 void batchinfer_attention(const struct step *step, const struct layer *layer, int threads)
 {
     int64_t queue;
 #pragma omp parallel num_threads(threads)
-    batchinfer_attend(step, layer, &queue);
+    {
+        batchinfer_clear_values(step, layer);
+#pragma omp for schedule(static) nowait
+        for (int64_t t = 0; t < step->num_tokens; t++)
+            batchinfer_store_token(step, layer, t);
+        batchinfer_attend_tiles(step, layer, &queue);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < step->num_several; i++)
+            batchinfer_merge_token(step, layer, step->several[i]);
+    }
 }

@@ -34,8 +34,14 @@ struct layer {
 /* Stores the step's keys and values, then attends to the cache. */
 void batchinfer_attention(const struct step *step, const struct layer *layer, int threads);
 
-/* The same for code that is inside a parallel region: called by all of its threads, which leave together. What `queue`
- * holds, one number for all of them, is of no meaning. */
-void batchinfer_attend(const struct step *step, const struct layer *layer, int64_t *queue);
+/* Its parts in their order, for code that is inside a parallel region. All of the region's threads call those without a
+ * token, which end with a barrier; the second begins with one, and what `queue`, one for all of them, holds is of no
+ * meaning. */
+void batchinfer_clear_values(const struct step *step, const struct layer *layer);
+void batchinfer_store_token(const struct step *step, const struct layer *layer, int64_t token);
+void batchinfer_attend_tiles(const struct step *step, const struct layer *layer, int64_t *queue);
+
+/* Adds the splits of a token, of which it sees several, in their order. */
+void batchinfer_merge_token(const struct step *step, const struct layer *layer, int64_t token);
 
 #endif

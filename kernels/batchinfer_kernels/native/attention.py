@@ -4,7 +4,8 @@ A block has LANES tokens. Its keys of one head are [D / 2, LANES, 2]: a register
 all tokens. Its values are [LANES / 2, D, 2]: a register holds 16 dimensions of two neighbouring tokens. `pack_keys`
 and `pack_values` say so in torch; `attention.c` writes and reads the caches.
 
-A `TileStep` says what is attended to, for all layers of a step; `attend` runs one layer.
+A `TileStep` says what is attended to, for all layers of a step, a `TileLayer` where a layer's KV lies, for all steps;
+`attend` runs one layer.
 """
 
 from __future__ import annotations
@@ -120,6 +121,28 @@ class TileStep:
         return len(self.arrays["tile_start"])
 
 
+class TileLayer:
+    """What the C code is told about one layer, for all steps: its caches, and what becomes of scores."""
+
+    __slots__ = ("_caches", "struct")
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor, *, scale: float, softcap: float | None = None) -> None:
+        assert k_cache[0, 0].is_contiguous() and v_cache[0, 0].is_contiguous()
+        assert k_cache.stride()[:2] == v_cache.stride()[:2]
+        assert k_cache.dtype == v_cache.dtype == torch.bfloat16
+        # Scores in units of log 2, so that weights are powers of two; under a softcap that comes after it.
+        in_bits = math.log2(math.e)
+        self._caches = (k_cache, v_cache)
+        self.struct = _Layer(
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+            block_stride=k_cache.stride(0),
+            head_stride=k_cache.stride(1),
+            scale=scale * in_bits if softcap is None else scale / softcap,
+            softcap=0.0 if softcap is None else softcap * in_bits,
+        )
+
+
 def unsuited(*, head_dim: int, block_size: int, split_size: int) -> str | None:
     """Why attention of these sizes can't run here, or None."""
     if head_dim % LANES or head_dim > MAX_HEAD_DIM:
@@ -179,46 +202,25 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
     out: Tensor,
     partial: Tensor,
     step: TileStep,
-    *,
-    scale: float,
-    softcap: float | None = None,
+    layer: TileLayer,
 ) -> None:
     """Stores k, v float32 [T, Hk, D] and writes attention of q float32 [T, Hq, D] to out float32 [T, Hq, D].
 
     Tokens of q, k and v may lie apart (parts of a wider product), each one's heads may not. `partial` is float32
     scratch of at least `partial_size` numbers. Runs in torch.get_num_threads() threads.
     """
-    shape = step.struct
-    assert out.is_contiguous() and k_cache[0, 0].is_contiguous() and v_cache[0, 0].is_contiguous()
-    assert k_cache.stride()[:2] == v_cache.stride()[:2]
-    assert k_cache.dtype == v_cache.dtype == torch.bfloat16
+    shape, at = step.struct, layer.struct
+    assert out.is_contiguous()
     assert all(x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, k, v))
     assert partial.numel() >= partial_size(step) and q.shape[0] == shape.num_tokens
-    # Scores in units of log 2, so that weights are powers of two; under a softcap that comes after it.
-    in_bits = math.log2(math.e)
-    layer = _Layer(
-        q=q.data_ptr(),
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        q_stride=q.stride(0),
-        k_stride=k.stride(0),
-        v_stride=v.stride(0),
-        k_cache=k_cache.data_ptr(),
-        v_cache=v_cache.data_ptr(),
-        block_stride=k_cache.stride(0),
-        head_stride=k_cache.stride(1),
-        out=out.data_ptr(),
-        part=partial.data_ptr(),
-        part_top_sum=partial[step.num_entries * shape.num_heads * shape.head_dim :].data_ptr(),
-        scale=scale * in_bits if softcap is None else scale / softcap,
-        softcap=0.0 if softcap is None else softcap * in_bits,
-    )
-    _function()(ctypes.byref(shape), ctypes.byref(layer), torch.get_num_threads())
+    at.q, at.k, at.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    at.q_stride, at.k_stride, at.v_stride = q.stride(0), k.stride(0), v.stride(0)
+    at.out, at.part = out.data_ptr(), partial.data_ptr()
+    at.part_top_sum = partial[step.num_entries * shape.num_heads * shape.head_dim :].data_ptr()
+    _function()(ctypes.byref(shape), ctypes.byref(at), torch.get_num_threads())
 
 
 def partial_size(step: TileStep) -> int:
