@@ -62,6 +62,8 @@ INLINE void multiply_bytes(const int rows, const struct quantized *x, long t, co
             whole[r][1] = _mm512_madd_epi16(zero, offset1);
         }
         const uint8_t *from = values + g * GROUP;
+        /* In a loop of its own, gcc copies each sum before and after each instruction. */
+#pragma GCC unroll 16
         for (int k = 0; k < GROUP; k += 4) {
             const __m512i weight0 = _mm512_loadu_si512(weights), weight1 = _mm512_loadu_si512(weights + 64);
             weights += 4 * PANEL;
