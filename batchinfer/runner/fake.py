@@ -34,7 +34,7 @@ from typing import Any
 from batchinfer.errors import ConfigError, EngineError, OutOfMemory
 from batchinfer.types.request import SamplingParams, TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
-from batchinfer.types.step import KVGroup, SequenceSpec, StepPlan, StepResult
+from batchinfer.types.step import Chunk, KVGroup, SequenceSpec, StepPlan, StepResult
 from batchinfer.types.streams import GOLDEN, mix64
 
 CRASH_EXIT_CODE = 13
@@ -43,6 +43,7 @@ DEFAULT_NUM_BLOCKS = 4096
 _FACTOR = 0x2545F491
 _MASK = (1 << 60) - 1
 _START = 0x1234567
+_STIR = 0x9E3779B1
 _EOS_UNITS = 1 << 20
 _FIRST_TOKEN, _NUM_TOKENS = 33, 94  # printable ASCII without the blank
 
@@ -96,7 +97,6 @@ class FakeRunner:
         self._has_faults = any(token is not None for token in (crash_token, raise_token, nan_token))
         self._max_step_tokens = max_step_tokens
         self._kv = [[-1] * (g.num_blocks * g.block_size) for g in self.kv_groups]
-        self._specs: dict[int, SequenceSpec] = {}
         self._traces: dict[int, _Trace] = {}
 
     @classmethod
@@ -123,12 +123,10 @@ class FakeRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.step != self.num_steps:
             raise EngineError(f"step {plan.step} was planned, but this runner is at step {self.num_steps}")
-        specs, traces = self._specs, self._traces
+        traces = self._traces
         for spec in plan.added:
-            specs[spec.seq_id] = spec
-            traces[spec.seq_id] = _Trace(spec.prompt_token_ids, len(self._kv))
+            traces[spec.seq_id] = _Trace(spec, self._is_plain(spec), len(self._kv))
         for seq_id in plan.finished:
-            specs.pop(seq_id, None)
             traces.pop(seq_id, None)
         errors: dict[int, RowError] = {}
         if self._has_faults:
@@ -140,82 +138,133 @@ class FakeRunner:
         if self._delay_s:
             time.sleep(self._delay_s)
 
+        if plan.copies:
+            self._copy(plan)
         token_ids: dict[int, tuple[int, ...]] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        self._copy(plan)
-        groups = [(i, kv, self.kv_groups[i].block_size) for i, kv in enumerate(self._kv)]
+        chunks = plan.chunks
+        if errors:
+            chunks = tuple(chunk for chunk in chunks if chunk.seq_id not in errors)
+        kv, size = self._kv[0], self.kv_groups[0].block_size
+        eos, eos_below = self._eos, self._eos_below
         num_tokens = 0
-        for chunk in plan.chunks:
-            seq_id, start, ids, tables, _ = chunk
-            if seq_id in errors:
-                continue
-            end = start + len(ids)
-            num_tokens += len(ids)
+        for chunk in chunks:
+            seq_id, start, ids, tables, num_logits = chunk
+            count = len(ids)
+            num_tokens += count
             trace = traces[seq_id]
-            hashes, last_blocks = trace.hashes, trace.last_blocks
-            if len(hashes) < start:
-                trace.extend(start)
-            state = hashes[start - 1] if start else _START
-            states: list[int] = []
-            for token in ids:
-                state = (state * _FACTOR + token) & _MASK
-                states.append(state)
-            hashes[start:end] = states
-            for group, kv, size in groups:
-                table = tables[group]
-                if start:
-                    place, offset = divmod(start - 1, size)
-                    block = table[place]
-                    if start != trace.end or block != last_blocks[group]:
-                        _check_prefix(seq_id, kv, size, table, hashes, start)
-                    elif kv[block * size + offset] != hashes[start - 1]:
-                        raise _wrong_slot(seq_id, start - 1, block)
-                place, offset = divmod(start, size)
-                if end == start + 1:
-                    last_blocks[group] = table[place]
-                    kv[table[place] * size + offset] = state
-                else:
-                    last_blocks[group] = table[(end - 1) // size]
-                    _write(kv, table, size, start, states)
-            trace.end = end
-            spec = specs[seq_id]
-            sampling = spec.sampling
-            if sampling.prompt_logprobs is not None:
-                prompt = spec.prompt_token_ids
-                prompt_logprobs[seq_id] = [
-                    _logprob(prompt[p], p, sampling.prompt_logprobs)
-                    for p in range(start + 1, min(end + 1, len(prompt)))
-                ]
-            if chunk.num_logits:
-                mixed = state
-                for group, kv, size in groups:
-                    if end >= size:
-                        place = state % (end // size)
-                        block = tables[group][place]
-                        found = kv[block * size + size - 1]
-                        if found != hashes[place * size + size - 1]:
-                            raise _wrong_slot(seq_id, place * size + size - 1, block)
-                        if group == 0:
-                            mixed ^= found
-                token = self._sample(spec, mixed, end - len(spec.prompt_token_ids))
-                token_ids[seq_id] = (token,)
-                if sampling.logprobs is not None:
-                    logprobs[seq_id] = [_logprob(token, mixed, sampling.logprobs)]
+            hashes = trace.hashes
+            if not (count == 1 == num_logits and trace.plain and 0 < start == trace.end == len(hashes)):
+                self._run(chunk, trace, token_ids, logprobs, prompt_logprobs)
+                continue
+            # What `_run` does, for the chunks that nearly all are: the next token of a plain sequence.
+            table = tables[0]
+            before = start - 1
+            place = before // size
+            block = table[place]
+            state = hashes[before]
+            if block != trace.last_blocks[0]:
+                _check_prefix(seq_id, kv, size, table, hashes, start)
+                trace.last_blocks[0] = block
+            elif kv[block * size + before % size] != state:
+                raise _wrong_slot(seq_id, before, block)
+            state = (state * _FACTOR + ids[0]) & _MASK
+            hashes.append(state)
+            offset = start % size
+            if not offset:
+                trace.last_blocks[0] = block = table[place + 1]
+            kv[block * size + offset] = state
+            trace.end = end = start + 1
+            mixed = state
+            if end >= size:
+                place = state % (end // size)
+                found = kv[table[place] * size + size - 1]
+                if found != hashes[place * size + size - 1]:
+                    raise _wrong_slot(seq_id, place * size + size - 1, table[place])
+                mixed ^= found
+            mixed = (mixed ^ (mixed >> 29)) * _STIR
+            mixed ^= mixed >> 31
+            token = eos if mixed % _EOS_UNITS < eos_below else _FIRST_TOKEN + (mixed >> 20) % _NUM_TOKENS
+            token_ids[seq_id] = (token,)
         self.num_steps += 1
         self.num_tokens += num_tokens
         return StepResult(token_ids, logprobs, prompt_logprobs, errors)
 
+    def _run(
+        self,
+        chunk: Chunk,
+        trace: _Trace,
+        token_ids: dict[int, tuple[int, ...]],
+        logprobs: dict[int, list[TokenLogprobs]],
+        prompt_logprobs: dict[int, list[TokenLogprobs]],
+    ) -> None:
+        """Any chunk: checks what it reads, writes its slots, samples. Adds to the results."""
+        seq_id, start, ids, tables, num_logits = chunk
+        end = start + len(ids)
+        hashes, last_blocks = trace.hashes, trace.last_blocks
+        if len(hashes) < start:
+            trace.extend(start)
+        states = _roll(hashes[start - 1] if start else _START, ids)
+        state = states[-1]
+        hashes[start:end] = states
+        groups = [(i, kv, self.kv_groups[i].block_size) for i, kv in enumerate(self._kv)]
+        for group, kv, size in groups:
+            table = tables[group]
+            if start:
+                place, offset = divmod(start - 1, size)
+                block = table[place]
+                if start != trace.end or block != last_blocks[group]:
+                    _check_prefix(seq_id, kv, size, table, hashes, start)
+                elif kv[block * size + offset] != hashes[start - 1]:
+                    raise _wrong_slot(seq_id, start - 1, block)
+            last_blocks[group] = table[(end - 1) // size]
+            _write(kv, table, size, start, states)
+        trace.end = end
+        spec = trace.spec
+        sampling = spec.sampling
+        if sampling.prompt_logprobs is not None:
+            prompt = spec.prompt_token_ids
+            prompt_logprobs[seq_id] = [
+                _logprob(prompt[p], p, sampling.prompt_logprobs) for p in range(start + 1, min(end + 1, len(prompt)))
+            ]
+        if num_logits:
+            mixed = state
+            for group, kv, size in groups:
+                if end >= size:
+                    place = state % (end // size)
+                    block = tables[group][place]
+                    found = kv[block * size + size - 1]
+                    if found != hashes[place * size + size - 1]:
+                        raise _wrong_slot(seq_id, place * size + size - 1, block)
+                    if group == 0:
+                        mixed ^= found
+            token = self._sample(spec, mixed, end - len(spec.prompt_token_ids))
+            token_ids[seq_id] = (token,)
+            if sampling.logprobs is not None:
+                logprobs[seq_id] = [_logprob(token, mixed, sampling.logprobs)]
+
     def close(self) -> None:
-        self._specs.clear()
         self._traces.clear()
+
+    def _is_plain(self, spec: SequenceSpec) -> bool:
+        """Whether a sequence's next token is the hash and nothing else, out of one group."""
+        sampling = spec.sampling
+        return (
+            len(self._kv) == 1
+            and sampling.greedy
+            and not sampling.min_tokens
+            and sampling.logprobs is None
+            and sampling.prompt_logprobs is None
+            and not self._echo
+        )
 
     def _sample(self, spec: SequenceSpec, mixed: int, position: int) -> int:
         sampling = spec.sampling
         if self._echo:
             prompt = spec.prompt_token_ids
             return prompt[position] if position < len(prompt) else self._eos
-        mixed = (mixed ^ (mixed >> 29)) * 0x9E3779B1
+        mixed = (mixed ^ (mixed >> 29)) * _STIR
         if sampling.temperature and sampling.top_k != 1:
             mixed ^= mix64(spec.sample_key + (position + 1) * GOLDEN)
         mixed ^= mixed >> 31
@@ -243,7 +292,7 @@ class FakeRunner:
 
     def _fault(self, plan: StepPlan, errors: dict[int, RowError]) -> None:
         for chunk in plan.chunks:
-            prompt = self._specs[chunk.seq_id].prompt_token_ids
+            prompt = self._traces[chunk.seq_id].spec.prompt_token_ids
             if self._crash_token is not None and self._crash_token in prompt:
                 os._exit(CRASH_EXIT_CODE)
             if self._raise_token is not None and self._raise_token in prompt:
@@ -256,22 +305,26 @@ class FakeRunner:
 
 class _Trace:
     """What a sequence's slots must hold. hashes[p] is the rolling hash of tokens 0 .. p, `end` where its last chunk
-    ended, `last_blocks` in which block that was, by group."""
+    ended, `last_blocks` in which block that was, by group. `plain` see `FakeRunner._is_plain`."""
 
-    __slots__ = ("end", "hashes", "last_blocks", "prompt")
+    __slots__ = ("end", "hashes", "last_blocks", "plain", "spec")
 
-    def __init__(self, prompt: Sequence[int], num_groups: int) -> None:
-        self.prompt = prompt
+    def __init__(self, spec: SequenceSpec, plain: bool, num_groups: int) -> None:
+        self.spec = spec
+        self.plain = plain
         self.hashes: list[int] = []
         self.end = 0
         self.last_blocks = [-1] * num_groups
 
     def extend(self, stop: int) -> None:
         """Hashes up to `stop`, of tokens that came from a cache: output has been run by this sequence before."""
-        state = self.hashes[-1] if self.hashes else _START
-        for token in self.prompt[len(self.hashes) : stop]:
-            state = (state * _FACTOR + token) & _MASK
-            self.hashes.append(state)
+        hashes = self.hashes
+        hashes += _roll(hashes[-1] if hashes else _START, self.spec.prompt_token_ids[len(hashes) : stop])
+
+
+def _roll(state: int, tokens: Sequence[int]) -> list[int]:
+    """The rolling hash after each of the tokens, from that before them."""
+    return [state := (state * _FACTOR + token) & _MASK for token in tokens]
 
 
 def expected_output(
@@ -282,12 +335,10 @@ def expected_output(
     spec = SequenceSpec(seq_id=0, prompt_token_ids=prompt, sampling=sampling, sample_key=sample_key)
     size = runner.kv_groups[0].block_size
     states: list[int] = []
-    state = _START
     tokens = list(prompt)
     while len(tokens) < len(prompt) + num_tokens:
-        for token in tokens[len(states) :]:
-            state = (state * _FACTOR + token) & _MASK
-            states.append(state)
+        states += _roll(states[-1] if states else _START, tokens[len(states) :])
+        state = states[-1]
         earlier = len(tokens) // size
         mixed = state ^ states[state % earlier * size + size - 1] if earlier else state
         tokens.append(runner._sample(spec, mixed, len(tokens) - len(prompt)))

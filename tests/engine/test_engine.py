@@ -30,6 +30,9 @@ class Replay(FakeRunner):
         super().__init__(**options)
         self.script = list(script)
 
+    def _is_plain(self, spec: Any) -> bool:
+        return False
+
     def _sample(self, spec: Any, mixed: int, position: int) -> int:
         return self.script[position]
 
@@ -598,7 +601,7 @@ def test_a_row_that_failed_alone_leaves_nothing_in_the_runner() -> None:
     assert outputs[0].error is not None
     assert run(engine, request(1, [65, 66]))[1].error is None
     assert isinstance(engine.runner, FakeRunner)
-    assert set(engine.runner._specs) == {1}  # told to be finished with the next step
+    assert set(engine.runner._traces) == {1}  # told to be finished with the next step
 
 
 def test_steps_have_no_gap() -> None:

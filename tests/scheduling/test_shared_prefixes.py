@@ -478,3 +478,30 @@ def test_a_block_that_is_overwritten_while_in_use_is_noticed() -> None:
     bench.runner.execute(StepPlan(1, (Chunk(1, 0, [7] * 16, ([0, 1, 2, 3],), 1),), (spec_of(1, [7] * 16),)))
     with pytest.raises(EngineError, match="sequence 0 attends to other tokens"):
         bench.runner.execute(StepPlan(2, (Chunk(0, 16, [5], ([0, 1, 2, 3, 4],), 1),)))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["plain", "sampled"])
+@pytest.mark.parametrize("changed", ["the slot before", "ends of blocks", "the block", "nothing"])
+def test_what_the_next_token_reads_is_looked_at(changed: str, sampling: dict[str, float]) -> None:
+    """The last slot, the end of an earlier block, and every slot of a table with another last block."""
+    bench = Bench(num_blocks=8, block_size=4)
+    seq = bench.add(numbers(10, seed=0), max_tokens=20, **sampling)
+    for _ in range(4):  # the next to run is token 13, in the second slot of the fourth block
+        bench.step()
+    plan = bench.scheduler.schedule()
+    assert plan is not None and [chunk.start for chunk in plan.chunks] == [13]
+    slots, table = bench.runner._kv[0], seq.block_tables[0]
+    if changed == "the slot before":
+        slots[table[3] * 4] = -1
+    elif changed == "ends of blocks":
+        for block in table[:3]:
+            slots[block * 4 + 3] = -1
+    elif changed == "the block":
+        slots[7 * 4] = slots[table[3] * 4]
+        slots[table[1] * 4] = -1
+        table[3] = 7
+    if changed == "nothing":
+        bench.runner.execute(plan)
+    else:
+        with pytest.raises(EngineError, match="sequence 0 attends to other tokens"):
+            bench.runner.execute(plan)
