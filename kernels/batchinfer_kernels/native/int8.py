@@ -185,7 +185,7 @@ class NativeInt8:
         if not x.values.numel():
             x = self.quantize(plain.float(), plain=True)  # a bfloat16 number is rounded to itself
         threads = torch.get_num_threads()
-        size = self._scratch_bytes(len(x), threads)
+        size = self._scratch_bytes(len(x), _packed(packed), threads)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         index = torch.empty(len(x), dtype=torch.int64)
@@ -283,6 +283,6 @@ def _functions() -> Any:
     }.items():
         getattr(found, name).argtypes = types
         getattr(found, name).restype = None
-    found.batchinfer_largest_scratch_bytes.argtypes = [number, ctypes.c_int]
+    found.batchinfer_largest_scratch_bytes.argtypes = [number, packed, ctypes.c_int]
     found.batchinfer_largest_scratch_bytes.restype = number
     return found

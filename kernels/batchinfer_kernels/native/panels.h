@@ -126,14 +126,14 @@ INLINE void multiply_plain(const int rows, const struct quantized *x, long t, co
     default: multiply(ROWS, __VA_ARGS__);             \
     }
 
-static void bytes_tile(long rows, const struct quantized *x, long t, const struct packed *w, long panel,
-                       __m512 sum[ROWS][2])
+static inline void bytes_tile(long rows, const struct quantized *x, long t, const struct packed *w, long panel,
+                              __m512 sum[ROWS][2])
 {
     FOR_ROWS(multiply_bytes, rows, x, t, w, panel, sum)
 }
 
-static void plain_tile(long rows, const struct quantized *x, long t, const struct packed *w, long panel,
-                       __m512 sum[ROWS][2])
+static inline void plain_tile(long rows, const struct quantized *x, long t, const struct packed *w, long panel,
+                              __m512 sum[ROWS][2])
 {
     FOR_ROWS(multiply_plain, rows, x, t, w, panel, sum)
 }

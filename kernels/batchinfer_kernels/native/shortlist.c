@@ -11,14 +11,19 @@
 
 #include "panels.h"
 
-enum { CANDIDATES = 504 };
+enum { HALF = PANEL / 2 };
 
-/* Of one row, what one thread has seen. `floor`: some output is at least that. */
+/* Half a panel's outputs, which one register holds: the first of them, and what none is above. */
+struct candidate {
+    int32_t first;
+    float ceiling;
+};
+
+/* Of one row, what one thread has seen. `floor`: some output is at least that. The candidates lie elsewhere: what each
+ * step looks at should lie close together. */
 struct shortlist {
     float floor;
-    int32_t count, overflow;
-    int32_t index[CANDIDATES];
-    float ceiling[CANDIDATES];
+    int32_t count;
 };
 
 /* A row's |x - x'| and |x'|; float32's own rounding is covered by the slack, which is far above it. */
@@ -90,46 +95,12 @@ static struct spread spread_of(const struct quantized *x, long t, long width)
     return (struct spread){(sqrtf(_mm512_reduce_add_ps(error)) + rounding * norm) * SLACK, norm * SLACK};
 }
 
-static void drop_hopeless(struct shortlist *list)
+static void add_candidate(struct shortlist *list, struct candidate *candidates, __mmask16 some, __m512 near,
+                          __m512 bound, int32_t first)
 {
-    int32_t kept = 0;
-    for (int32_t i = 0; i < list->count; i++)
-        if (list->ceiling[i] >= list->floor) {
-            list->index[kept] = list->index[i];
-            list->ceiling[kept++] = list->ceiling[i];
-        }
-    list->count = kept;
-}
-
-static void add_candidates(struct shortlist *list, __mmask16 some, __m512 near, __m512 bound, int32_t first)
-{
-    float ceiling[16];
     list->floor = fmaxf(list->floor, _mm512_mask_reduce_max_ps(some, _mm512_sub_ps(near, bound)));
-    _mm512_storeu_ps(ceiling, _mm512_add_ps(near, bound));
-    for (; some; some &= some - 1) {
-        const int lane = __builtin_ctz(some);
-        if (list->count == CANDIDATES)
-            drop_hopeless(list);
-        if (list->count == CANDIDATES) {
-            list->overflow = 1;
-            return;
-        }
-        list->index[list->count] = first + lane;
-        list->ceiling[list->count++] = ceiling[lane];
-    }
-}
-
-/* One output of one row, as the layer computes it. */
-static float exact(const struct quantized *x, long t, const struct packed *w, long n)
-{
-    const uint16_t *weights = w->plain + n / PANEL * w->width * PANEL + n % PANEL / 16 * 32;
-    __m512 sum = _mm512_setzero_ps();
-    for (long k = 0; k < w->width; k += 2)
-        sum = dot_pairs(sum, _mm512_set1_epi32(four_bytes(x->plain + t * w->width + k)),
-                        _mm512_loadu_si512(weights + k * PANEL));
-    float outputs[16];
-    _mm512_storeu_ps(outputs, sum);
-    return outputs[n % 16];
+    const float ceiling = _mm512_mask_reduce_max_ps(some, _mm512_add_ps(near, bound));
+    candidates[list->count++] = (struct candidate){first, ceiling};
 }
 
 struct best {
@@ -137,87 +108,91 @@ struct best {
     int64_t index;
 };
 
-static struct best better(struct best best, float value, int64_t index)
+/* The better of `best` and of a candidate's outputs, which are computed as the layer does. */
+static struct best better(struct best best, const struct quantized *x, long t, const struct packed *w, int32_t first)
 {
-    const int is_better = value > best.value || (value == best.value && index < best.index);
-    return is_better ? (struct best){value, index} : best;
-}
-
-static struct best best_of_all(const struct quantized *x, long t, const struct packed *w)
-{
-    struct best best = {-INFINITY, INT64_MAX};
-    for (long panel = 0; panel < panels_of(w->num_plain); panel++) {
-        __m512 sum[ROWS][2];
-        float outputs[PANEL];
-        plain_tile(1, x, t, w, panel, sum);
-        _mm512_storeu_ps(outputs, sum[0][0]);
-        _mm512_storeu_ps(outputs + 16, sum[0][1]);
-        for (long n = panel * PANEL; n < least(w->num_plain, (panel + 1) * PANEL); n++)
-            best = better(best, outputs[n % PANEL], n);
-    }
+    const uint16_t *weights = w->plain + first / PANEL * w->width * PANEL + first % PANEL * 2;
+    __m512 sum = _mm512_setzero_ps();
+    for (long k = 0; k < w->width; k += 2)
+        sum = dot_pairs(sum, _mm512_set1_epi32(four_bytes(x->plain + t * w->width + k)),
+                        _mm512_loadu_si512(weights + k * PANEL));
+    float outputs[HALF];
+    _mm512_storeu_ps(outputs, sum);
+    for (int i = 0; i < HALF && first + i < w->num_plain; i++)
+        if (outputs[i] > best.value || (outputs[i] == best.value && first + i < best.index))
+            best = (struct best){outputs[i], first + i};
     return best;
 }
 
-/* Of one row's lists, one from each thread. */
-static struct best best_of_lists(const struct quantized *x, long t, const struct packed *w, struct shortlist *lists,
-                                 long stride, int threads)
+/* Where lists and candidates of threads and rows lie. */
+struct lists {
+    struct candidate *candidates; /* [threads][rows][capacity] */
+    struct shortlist *lists;      /* [threads][rows] */
+    long rows, capacity;
+    int threads;
+};
+
+INLINE long capacity_of(const struct packed *w) { return 2 * panels_of(w->num_plain); }
+
+static struct best best_of_lists(const struct quantized *x, long t, const struct packed *w, const struct lists *all)
 {
-    float floor = -INFINITY, highest = -INFINITY;
-    int64_t first = -1;
-    for (int i = 0; i < threads; i++) {
-        if (lists[i * stride].overflow)
-            return best_of_all(x, t, w);
-        floor = fmaxf(floor, lists[i * stride].floor);
+    struct candidate likeliest = {-1, -INFINITY};
+    for (int i = 0; i < all->threads; i++) {
+        const long at = i * all->rows + t;
+        const struct candidate *candidates = all->candidates + at * all->capacity;
+        for (int32_t c = 0; c < all->lists[at].count; c++)
+            if (candidates[c].ceiling > likeliest.ceiling)
+                likeliest = candidates[c];
     }
-    for (int i = 0; i < threads; i++) {
-        struct shortlist *list = lists + i * stride;
-        list->floor = floor;
-        drop_hopeless(list);
-        for (int32_t c = 0; c < list->count; c++)
-            if (list->ceiling[c] > highest) {
-                highest = list->ceiling[c];
-                first = list->index[c];
-            }
+    struct best best = {-INFINITY, INT64_MAX};
+    if (likeliest.first < 0) { /* nothing is above -FLT_MAX */
+        for (long first = 0; first < w->num_plain; first += HALF)
+            best = better(best, x, t, w, (int32_t)first);
+        return best;
     }
-    if (first < 0) /* nothing is above -FLT_MAX */
-        return best_of_all(x, t, w);
-    /* The likeliest comes first: it rules out most others. */
-    struct best best = {exact(x, t, w, first), first};
-    for (int i = 0; i < threads; i++)
-        for (int32_t c = 0; c < lists[i * stride].count; c++)
-            if (lists[i * stride].ceiling[c] >= best.value && lists[i * stride].index[c] != first)
-                best = better(best, exact(x, t, w, lists[i * stride].index[c]), lists[i * stride].index[c]);
+    /* It comes first: it rules out most others. */
+    best = better(best, x, t, w, likeliest.first);
+    for (int i = 0; i < all->threads; i++) {
+        const long at = i * all->rows + t;
+        const struct candidate *candidates = all->candidates + at * all->capacity;
+        for (int32_t c = 0; c < all->lists[at].count; c++)
+            if (candidates[c].ceiling >= best.value && candidates[c].first != likeliest.first)
+                best = better(best, x, t, w, candidates[c].first);
+    }
     return best;
 }
 
 /* Of `batchinfer_largest`'s scratch. */
-long batchinfer_largest_scratch_bytes(long rows, int threads)
+long batchinfer_largest_scratch_bytes(long rows, const struct packed *w, int threads)
 {
-    return rows * (long)(threads * sizeof(struct shortlist) + sizeof(struct spread));
+    const long of_list = sizeof(struct shortlist) + capacity_of(w) * (long)sizeof(struct candidate);
+    return rows * (threads * of_list + (long)sizeof(struct spread));
 }
 
 /* index [rows]: where the plain features of x W^T are largest, the lowest among equals; finite [rows]: whether the row
- * and that output are finite. x has values and plain; the bytes of w stand for the same features. scratch: lists of
- * [threads][rows], then spreads of [rows]. */
+ * and that output are finite. x has values and plain; the bytes of w stand for the same features. scratch: see `lists`,
+ * then spreads of [rows]. */
 void batchinfer_largest(const struct quantized *x, long rows, const struct packed *w, const float *lengths,
-                        const float *errors, int64_t *index, uint8_t *finite, struct shortlist *scratch, int threads)
+                        const float *errors, int64_t *index, uint8_t *finite, void *scratch, int threads)
 {
     const long panels = panels_of(w->num_plain), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    struct spread *spreads = (struct spread *)(scratch + threads * rows);
+    const long capacity = capacity_of(w);
+    struct candidate *all_candidates = scratch;
+    struct shortlist *all_lists = (struct shortlist *)(all_candidates + threads * rows * capacity);
+    struct spread *spreads = (struct spread *)(all_lists + threads * rows);
+    const struct lists all = {all_candidates, all_lists, rows, capacity, threads};
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (long t = 0; t < rows; t++) {
             spreads[t] = spread_of(x, t, w->width);
-            for (int i = 0; i < threads; i++) {
-                scratch[i * rows + t].floor = -FLT_MAX;
-                scratch[i * rows + t].count = scratch[i * rows + t].overflow = 0;
-            }
+            for (int i = 0; i < threads; i++)
+                all_lists[i * rows + t] = (struct shortlist){-FLT_MAX, 0};
         }
 #pragma omp for collapse(2) schedule(dynamic, 4)
         for (long block = 0; block < blocks; block++)
             for (long panel = 0; panel < panels; panel++) {
-                struct shortlist *lists = scratch + omp_get_thread_num() * rows;
+                const long mine = omp_get_thread_num() * rows;
                 const long first = panel * PANEL, stop = least(rows, (block + 1) * ROW_BLOCK);
                 const __mmask16 there[2] = {lanes(first, w->num_plain), lanes(first + 16, w->num_plain)};
                 for (long t = block * ROW_BLOCK; t < stop; t += ROWS) {
@@ -227,7 +202,7 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
                     for (long r = 0; r < here; r++) {
                         const __m512 error = _mm512_set1_ps(spreads[t + r].error);
                         const __m512 length = _mm512_set1_ps(spreads[t + r].length);
-                        struct shortlist *list = lists + t + r;
+                        struct shortlist *list = all_lists + mine + t + r;
                         for (int half = 0; half < 2; half++) {
                             const long from = first + 16 * half;
                             const __m512 bound = _mm512_fmadd_ps(error, _mm512_loadu_ps(lengths + from),
@@ -235,8 +210,9 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
                             const __m512 ceiling = _mm512_add_ps(sum[r][half], bound);
                             const __mmask16 some = _mm512_mask_cmp_ps_mask(
                                 there[half], ceiling, _mm512_set1_ps(list->floor), _CMP_GE_OQ);
-                            if (some && !list->overflow)
-                                add_candidates(list, some, sum[r][half], bound, (int32_t)from);
+                            if (some)
+                                add_candidate(list, all_candidates + (mine + t + r) * capacity, some, sum[r][half], bound,
+                                              (int32_t)from);
                         }
                     }
                 }
@@ -246,7 +222,7 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
             const int is_finite = isfinite(spreads[t].error) && isfinite(spreads[t].length);
             struct best best = {NAN, 0};
             if (is_finite)
-                best = best_of_lists(x, t, w, scratch + t, rows, threads);
+                best = best_of_lists(x, t, w, &all);
             finite[t] = isfinite(best.value);
             index[t] = finite[t] ? best.index : 0;
         }
