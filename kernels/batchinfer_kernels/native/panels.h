@@ -37,8 +37,9 @@ INLINE int32_t four_bytes(const void *at)
 
 /* ---- One panel's columns for up to ROWS rows ---- */
 
-INLINE void multiply_bytes(const int rows, const struct quantized *x, long t, const struct packed *w, long panel,
-                           __m512 result[ROWS][2])
+/* `ahead`: fetches the next panel on the way. */
+INLINE void multiply_bytes(const int rows, const int ahead, const struct quantized *x, long t, const struct packed *w,
+                           long panel, __m512 result[ROWS][2])
 {
     __m512 sum[ROWS][2]; /* registers, which the result, in memory, is not */
     const long groups = w->width / GROUP;
@@ -66,6 +67,10 @@ INLINE void multiply_bytes(const int rows, const struct quantized *x, long t, co
 #pragma GCC unroll 16
         for (int k = 0; k < GROUP; k += 4) {
             const __m512i weight0 = _mm512_loadu_si512(weights), weight1 = _mm512_loadu_si512(weights + 64);
+            if (ahead) { /* into the second level: all of the first is in use */
+                _mm_prefetch(weights + w->width * PANEL, _MM_HINT_T1);
+                _mm_prefetch(weights + w->width * PANEL + 64, _MM_HINT_T1);
+            }
             weights += 4 * PANEL;
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
@@ -129,7 +134,11 @@ INLINE void multiply_plain(const int rows, const struct quantized *x, long t, co
 static inline void bytes_tile(long rows, const struct quantized *x, long t, const struct packed *w, long panel,
                               __m512 sum[ROWS][2])
 {
-    FOR_ROWS(multiply_bytes, rows, x, t, w, panel, sum)
+    /* Once a block, since what is there already is fetched in vain; behind the last panel there is nothing to harm. */
+    if (t % ROW_BLOCK == 0)
+        FOR_ROWS(multiply_bytes, rows, 1, x, t, w, panel, sum)
+    else
+        FOR_ROWS(multiply_bytes, rows, 0, x, t, w, panel, sum)
 }
 
 static inline void plain_tile(long rows, const struct quantized *x, long t, const struct packed *w, long panel,
