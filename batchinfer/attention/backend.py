@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from batchinfer_kernels.cpu import attend_tiles, merge_tiles
 from batchinfer_kernels.native import attention as native_attention
+from batchinfer_kernels.native.attention import TileLayer
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
@@ -36,6 +37,10 @@ class AttentionBackend(Protocol):
 
     def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Key and value caches of one layer, not initialised: a slot that was not written is never seen."""
+        ...
+
+    def in_c(self, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> TileLayer | None:
+        """A layer as C code is told of it, which then takes this backend's plans; None where `run` is not C."""
         ...
 
     def plan(self, batch: StepBatch) -> Any: ...
@@ -112,6 +117,9 @@ class TiledAttention:
         shape = (num_blocks, at.num_kv_heads, at.block_size, at.head_dim)
         k_cache = torch.empty(shape, dtype=self.kv_dtype, device=at.device)
         return k_cache, torch.empty_like(k_cache)
+
+    def in_c(self, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> None:
+        return None
 
     def plan(self, batch: StepBatch) -> AttentionPlan:
         return plan_attention(batch, self._shape)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from batchinfer_kernels.native.attention import TileLayer, TileStep
 from torch import Tensor
 
 from batchinfer.attention.backend import AttentionBackend
@@ -18,7 +19,8 @@ from batchinfer.attention.spec import AttentionSpec
 
 
 class ForwardContext(Protocol):
-    """num_tokens T; positions int64 [T], each token's position in its own sequence."""
+    """num_tokens T; positions int64 [T], each token's position in its own sequence; wanted int64 [W], the tokens whose
+    hidden states are read in the end, ascending, or None for all."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -26,19 +28,28 @@ class ForwardContext(Protocol):
     @property
     def positions(self) -> Tensor: ...
 
+    @property
+    def wanted(self) -> Tensor | None: ...
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores k, v [T, Hk, D] (after rotation) for a layer; attention of q [T, Hq, D], in q's shape and dtype."""
+        ...
+
+    def in_c(self) -> list[tuple[TileLayer, TileStep]] | None:
+        """By layer, what C code that runs whole layers is told instead; None where attention is not in C."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCache:
-    """Where a layer's KV lies: its KV group and its caches, [blocks, ...] as its backend made them."""
+    """Where a layer's KV lies: its KV group and its caches, [blocks, ...] as its backend made them. `in_c` says it to C
+    code, where the backend is C."""
 
     group: int
     spec: AttentionSpec
     k_cache: Tensor
     v_cache: Tensor
+    in_c: TileLayer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +61,19 @@ class PagedContext:
     layers: Sequence[LayerCache]
     backends: Sequence[AttentionBackend]
     plans: Sequence[Any]
+    wanted: Tensor | None = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         at = self.layers[layer]
         return self.backends[at.group].run(q, k, v, at.k_cache, at.v_cache, self.plans[at.group], spec=at.spec)
+
+    def in_c(self) -> list[tuple[TileLayer, TileStep]] | None:
+        found = []
+        for at in self.layers:
+            if at.in_c is None:
+                return None
+            found.append((at.in_c, self.plans[at.group]))
+        return found
 
 
 class DenseContext:
@@ -63,6 +83,10 @@ class DenseContext:
         self.specs = specs
         self.num_tokens = num_tokens
         self.positions = torch.arange(num_tokens)
+        self.wanted: Tensor | None = None
+
+    def in_c(self) -> None:
+        return None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec = self.specs[layer]

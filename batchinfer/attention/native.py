@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from batchinfer_kernels.native import attention
-from batchinfer_kernels.native.attention import TileStep
+from batchinfer_kernels.native.attention import TileLayer, TileStep
 from batchinfer_kernels.probe import STRICT
 from torch import Tensor
 
@@ -47,6 +47,10 @@ class NativeAttention:
         """Key and value caches of one layer, not initialised."""
         return attention.new_caches(num_blocks, self._shape.num_kv_heads, self._shape.head_dim)
 
+    def in_c(self, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> TileLayer:
+        """A layer as the C code is told of it."""
+        return TileLayer(k_cache, v_cache, scale=spec.scale, softcap=spec.softcap)
+
     def plan(self, batch: StepBatch) -> TileStep:
         return plan_step(batch, self._shape)
 
@@ -66,7 +70,7 @@ class NativeAttention:
         if self._partial.numel() < size:
             self._partial = torch.empty(size + size // 4)
         out = torch.empty(q.shape)
-        layer = attention.TileLayer(k_cache, v_cache, scale=spec.scale, softcap=spec.softcap)
+        layer = self.in_c(k_cache, v_cache, spec)
         attention.attend(q.float(), k.float(), v.float(), out, self._partial, plan, layer)
         return out.to(q.dtype)
 

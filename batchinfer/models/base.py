@@ -47,7 +47,8 @@ class CausalLM(Protocol):
     attention_specs: tuple[AttentionSpec, ...]  # one per layer
 
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
-        """Hidden states [T, H] of int64 token_ids [T] at positions [T], before the final norm."""
+        """Hidden states, before the final norm, of int64 token_ids [T] at positions [T]: [W, H], of the tokens that
+        `ctx.wanted` names, or [T, H]."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

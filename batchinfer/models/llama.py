@@ -17,6 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from batchinfer_kernels.native.attention import TileLayer, TileStep
+from batchinfer_kernels.native.decoder import DecoderWeights, NativeDecoder
 from torch import Tensor, nn
 
 from batchinfer.attention.context import ForwardContext
@@ -43,8 +45,11 @@ class Attention(nn.Module):
         self.q_norm = make.norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = make.norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Any, residual: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
-        """residual + attention of x, which is what `input_norm` gave for residual [T, H]."""
+    def forward(
+        self, x: Any, residual: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, wanted: Tensor | None
+    ) -> Tensor:
+        """residual + attention of x, which is what `input_norm` gave for residual [T, H]; of the tokens in `wanted`,
+        [W, H], where that is given."""
         num_tokens = residual.shape[0]
         q, k, v = self.qkv.forward(x).split_with_sizes(self.sizes, dim=-1)
         q = q.view(num_tokens, self.num_heads, self.head_dim)
@@ -53,8 +58,10 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.ops.rope(q, k, cos, sin)
-        out = ctx.attend(self.layer, q, k, v)
-        return self.o.forward(out.reshape(num_tokens, self.num_heads * self.head_dim), residual)
+        out = ctx.attend(self.layer, q, k, v).reshape(num_tokens, self.num_heads * self.head_dim)
+        if wanted is not None:
+            out, residual = out.index_select(0, wanted), residual.index_select(0, wanted)
+        return self.o.forward(out, residual)
 
 
 class MLP(nn.Module):
@@ -77,10 +84,28 @@ class DecoderLayer(nn.Module):
         self.input_norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.attn.qkv)
         self.post_norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.mlp.gate_up)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
-        """Of the residual stream [T, H], which is overwritten."""
-        hidden = self.attn.forward(self.input_norm.forward(hidden), hidden, cos, sin, ctx)
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Of the residual stream [T, H], which is overwritten; of the tokens in `wanted` only where that is given."""
+        hidden = self.attn.forward(self.input_norm.forward(hidden), hidden, cos, sin, ctx, wanted)
         return self.mlp.forward(self.post_norm.forward(hidden), hidden)
+
+    def packed(self) -> DecoderWeights:
+        """As `NativeDecoder` takes it, of int8 weights that native kernels have packed."""
+        attn, mlp = self.attn, self.mlp
+        return DecoderWeights(
+            input_norm=self.input_norm.weight,
+            post_norm=self.post_norm.weight,
+            qkv=attn.qkv.weights.params,
+            o=attn.o.weights.params,
+            gate_up=mlp.gate_up.weights.params,
+            down=mlp.down.weights.params,
+            qkv_bias=attn.qkv.bias,
+            o_bias=attn.o.bias,
+            gate_up_bias=mlp.gate_up.bias,
+            down_bias=mlp.down.bias,
+        )
 
 
 class LlamaForCausalLM(nn.Module):
@@ -88,7 +113,7 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, config: LlamaConfig, facts: ModelFacts, make: LayerMaker) -> None:
         super().__init__()
-        self.config, self.facts = config, facts
+        self.config, self.facts, self.ops = config, facts, make.ops
         self.attention_specs = tuple(
             AttentionSpec(
                 num_heads=config.num_heads,
@@ -106,14 +131,38 @@ class LlamaForCausalLM(nn.Module):
         self.lm_head = make.head(config.vocab_size, config.hidden_size, tied_to=tied_to)
         self.norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.lm_head)
         self.rope = Rope(config.rope, max_model_len=facts.max_model_len, device=make.device)
+        self._decoder: NativeDecoder | None = None  # made when weights are there
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         cos, sin = self.rope(positions)
         hidden: Tensor = self.embed(token_ids)
-        for layer in self.layers:
-            hidden = layer.forward(hidden, cos, sin, ctx)
+        whole = self._whole(ctx)
+        if whole is not None:
+            decoder, attention = whole
+            return decoder.run(hidden, cos, sin, attention, ctx.wanted)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            hidden = layer.forward(hidden, cos, sin, ctx, ctx.wanted if i == last else None)
         return hidden
+
+    def _whole(self, ctx: ForwardContext) -> tuple[NativeDecoder, list[tuple[TileLayer, TileStep]]] | None:
+        """What runs all layers in one call, where the kernel table has such a thing, the scheme and the attention are
+        those that it is for, and heads have no norms of their own; else None."""
+        if self.ops.decoder is None or self.facts.quantization != "int8" or self.config.qk_norm:
+            return None
+        attention = ctx.in_c()
+        if attention is None:
+            return None
+        if self._decoder is None:
+            self._decoder = self.ops.decoder(
+                [layer.packed() for layer in self.layers if isinstance(layer, DecoderLayer)],
+                num_heads=self.config.num_heads,
+                num_kv_heads=self.config.num_kv_heads,
+                head_dim=self.config.head_dim,
+                eps=self.config.rms_norm_eps,
+            )
+        return self._decoder, attention
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:

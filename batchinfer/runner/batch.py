@@ -1,4 +1,5 @@
-"""From a step's chunks to arrays: token ids, positions, and for each KV group starts, lengths and block tables."""
+"""From a step's chunks to arrays: token ids, positions, and for each KV group starts, lengths and block tables; which
+tokens' hidden states are read."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchinfer.attention.tiles import StepBatch
+from batchinfer.attention.tiles import StepBatch, ranges, starts_of
 from batchinfer.runner.sequence_state import Ints, SequenceState
 from batchinfer.types.step import Chunk
 
@@ -40,3 +41,22 @@ def make_step_batches(chunks: Sequence[Chunk], states: Sequence[SequenceState]) 
             table[: len(row)] = row
         by_group.append(StepBatch(starts=starts, lengths=lengths, block_tables=tables))
     return StepBatches(token_ids=token_ids, positions=positions, by_group=tuple(by_group))
+
+
+def rows_read(chunks: Sequence[Chunk], states: Sequence[SequenceState]) -> tuple[list[slice], Ints | None]:
+    """(where each chunk's tokens stand among those whose hidden states are read; those, int64, None where it is all).
+
+    Read are a chunk's last `num_logits` tokens, or all of it where log-probabilities of the prompt come from it.
+    """
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
+    counts = np.array([_num_read(chunk, state) for chunk, state in zip(chunks, states, strict=True)], dtype=np.int64)
+    starts = starts_of(counts)
+    spans = [slice(start, start + count) for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
+    if (counts == lengths).all():
+        return spans, None
+    return spans, np.repeat(np.cumsum(lengths) - counts, counts) + ranges(counts)
+
+
+def _num_read(chunk: Chunk, state: SequenceState) -> int:
+    of_prompt = state.spec.sampling.prompt_logprobs is not None and chunk.start + 1 < state.num_prompt_tokens
+    return len(chunk.token_ids) if of_prompt else chunk.num_logits

@@ -103,7 +103,8 @@ def allocate(
     try:
         for spec, group in zip(specs, layout.group_of_layer, strict=True):
             k_cache, v_cache = backends[group].new_caches(num_blocks)
-            layers.append(LayerCache(group=group, spec=spec, k_cache=k_cache, v_cache=v_cache))
+            in_c = backends[group].in_c(k_cache, v_cache, spec)
+            layers.append(LayerCache(group=group, spec=spec, k_cache=k_cache, v_cache=v_cache, in_c=in_c))
     except (RuntimeError, MemoryError) as error:
         total = num_blocks * bytes_per_block(specs, block_size, backends[0].kv_dtype)
         raise OutOfMemory(

@@ -18,7 +18,7 @@ from batchinfer.attention.backend import AttentionBackend
 from batchinfer.attention.context import LayerCache, PagedContext
 from batchinfer.errors import EngineError, OutOfMemory
 from batchinfer.models import CausalLM
-from batchinfer.runner.batch import make_step_batches
+from batchinfer.runner.batch import make_step_batches, rows_read
 from batchinfer.runner.block_copies import copy_blocks
 from batchinfer.runner.logprobs import token_logprobs
 from batchinfer.runner.sampler import Sampler, SampleRow, takes_argmax
@@ -115,35 +115,41 @@ class LocalRunner:
             state.record(chunk)
         batches = make_step_batches(plan.chunks, states)
         positions = torch.from_numpy(batches.positions).to(self._device)
+        spans, wanted = rows_read(plan.chunks, states)
         ctx = PagedContext(
             num_tokens=len(batches.positions),
             positions=positions,
             layers=self._layers,
             backends=self._backends,
             plans=[backend.plan(batch) for backend, batch in zip(self._backends, batches.by_group, strict=True)],
+            wanted=None if wanted is None else torch.from_numpy(wanted).to(self._device),
         )
         hidden = model.forward(torch.from_numpy(batches.token_ids).to(self._device), positions, ctx)
         outcome = _Outcome()
-        self._prompt_logprobs(model, hidden, plan, states, outcome)
-        self._sample(model, hidden, plan, states, outcome)
+        self._prompt_logprobs(model, hidden, plan, states, spans, outcome)
+        self._sample(model, hidden, plan, states, spans, outcome)
         return StepResult(outcome.token_ids, outcome.logprobs, outcome.prompt_logprobs, outcome.errors)
 
     def _sample(
-        self, model: CausalLM, hidden: Tensor, plan: StepPlan, states: list[SequenceState], outcome: _Outcome
+        self,
+        model: CausalLM,
+        hidden: Tensor,
+        plan: StepPlan,
+        states: list[SequenceState],
+        spans: list[slice],
+        outcome: _Outcome,
     ) -> None:
         rows: list[SampleRow] = []
         seq_ids: list[int] = []
         at: list[int] = []
-        end = 0
-        for chunk, state in zip(plan.chunks, states, strict=True):
-            end += len(chunk.token_ids)
+        for chunk, state, span in zip(plan.chunks, states, spans, strict=True):
             for back in range(chunk.num_logits, 0, -1):
                 # A token's position in the output follows from where its chunk stands, so that what is computed
                 # again after pre-emption draws the same number.
                 output_position = chunk.start + len(chunk.token_ids) - back + 1 - state.num_prompt_tokens
                 rows.append(SampleRow(state, output_position))
                 seq_ids.append(chunk.seq_id)
-                at.append(end - back)
+                at.append(span.stop - back)
         tokens: dict[int, int] = {}
         plain = [r for r, row in enumerate(rows) if takes_argmax(row)]
         if plain:
@@ -190,11 +196,15 @@ class LocalRunner:
         return dict(zip(kept, tokens, strict=True))
 
     def _prompt_logprobs(
-        self, model: CausalLM, hidden: Tensor, plan: StepPlan, states: list[SequenceState], outcome: _Outcome
+        self,
+        model: CausalLM,
+        hidden: Tensor,
+        plan: StepPlan,
+        states: list[SequenceState],
+        spans: list[slice],
+        outcome: _Outcome,
     ) -> None:
-        end = 0
-        for chunk, state in zip(plan.chunks, states, strict=True):
-            begin, end = end, end + len(chunk.token_ids)
+        for chunk, state, span in zip(plan.chunks, states, spans, strict=True):
             num_top = state.spec.sampling.prompt_logprobs
             if num_top is None:
                 continue
@@ -202,7 +212,8 @@ class LocalRunner:
             entries: list[TokenLogprobs] = []
             for first in range(0, len(targets), LOGITS_ROWS):
                 wanted = targets[first : first + LOGITS_ROWS]
-                logits = model.compute_logits(hidden[begin + first : begin + first + len(wanted)])
+                begin = span.start + first
+                logits = model.compute_logits(hidden[begin : begin + len(wanted)])
                 if not bool(finite_rows(logits).all()):
                     outcome.errors[chunk.seq_id] = _non_finite(f"the prompt after position {chunk.start + first}")
                     break

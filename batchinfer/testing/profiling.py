@@ -2,7 +2,8 @@
 
 Responsible for: putting the timers in place and taking them out again, adding up each part's own time. Nothing of the
 engine is changed for it: the timers go around what is there (the functions of the kernel table, the methods of layers),
-whatever that is, so that a new backend or scheme is seen too. Not for: making steps to measure (`steps`).
+whatever that is, so that a new backend or scheme is seen too. Layers that run in one call run part by part meanwhile,
+which gives the same and takes longer. Not for: making steps to measure (`steps`).
 """
 
 from __future__ import annotations
@@ -147,7 +148,9 @@ class _Timers:
             undo()
 
     def kernels(self, table: Ops) -> None:
-        """Every function of a kernel table, and of the objects in it that hold functions."""
+        """Every function of a kernel table, and of the objects in it that hold functions. Nothing does whole layers."""
+        if table.decoder is not None:
+            self.replace(table, "decoder", None)
         for one in fields(table):
             value = getattr(table, one.name)
             if callable(value):

@@ -62,7 +62,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Te
     """x[T, K] weight[N, K]^T + bias under a rule; [T, N]."""
     rows = x.shape[0]
     padded = rule.padded(rows)
-    if padded != rows:
+    if 0 < rows < padded:
         x = torch.cat((x, x[-1:].expand(padded - rows, -1)))
     if rule.tile_rows is None or padded == rule.tile_rows:
         y = F.linear(x, weight, bias)

@@ -17,6 +17,7 @@ from torch import Tensor
 from batchinfer_kernels import cpu, reference
 from batchinfer_kernels.int8 import Int8Ops, ReferenceInt8
 from batchinfer_kernels.native import library, rope
+from batchinfer_kernels.native.decoder import NativeDecoder
 from batchinfer_kernels.native.int8 import NativeInt8
 from batchinfer_kernels.probe import STRICT, RowRule
 
@@ -39,6 +40,8 @@ class Ops:
 
     backend   its name in reports
     row_rule  how `linear`, and attention's own products, keep independent of the number of rows
+    decoder   all of a model's int8 layers in one call, with the bytes that the operations one by one would give; None
+              where there is no such thing
     """
 
     backend: str
@@ -51,6 +54,7 @@ class Ops:
     silu_and_mul: Callable[[Tensor], Tensor]
     kv_write: KVWrite
     int8: Int8Ops
+    decoder: type[NativeDecoder] | None
 
 
 def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: RowRule = STRICT) -> Ops:
@@ -76,6 +80,7 @@ def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: 
             silu_and_mul=reference.silu_and_mul,
             kv_write=reference.kv_write,
             int8=ReferenceInt8(rows),
+            decoder=None,
         )
     if backend == "native":
         library.load()
@@ -90,4 +95,5 @@ def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: 
         silu_and_mul=cpu.silu_and_mul,
         kv_write=cpu.kv_write,
         int8=NativeInt8() if backend == "native" else ReferenceInt8(rows),
+        decoder=NativeDecoder if backend == "native" else None,
     )

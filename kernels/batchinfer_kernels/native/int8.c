@@ -1,16 +1,16 @@
 /* Linear layers over activations in bytes; int8.py says how these are called, panels.h how weights are packed. */
 
+#include "layers.h"
 #include "panels.h"
 
 enum { PANELS_PER_GROUP = GROUP / 16 };
 
-/* y [rows, num_values + num_plain] = x W^T + bias, or y += that. bias may be NULL. */
-void batchinfer_int8_linear(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,
-                            int add, int threads)
+void batchinfer_linear_part(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,
+                            int add)
 {
     const long bytes_panels = panels_of(w->num_values), panels = bytes_panels + panels_of(w->num_plain);
     const long blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, columns = w->num_values + w->num_plain;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+#pragma omp for collapse(2) schedule(dynamic, 1)
     for (long block = 0; block < blocks; block++)
         for (long panel = 0; panel < panels; panel++) {
             const int is_plain = panel >= bytes_panels;
@@ -47,13 +47,11 @@ INLINE __m512 silu(__m512 x)
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), power));
 }
 
-/* y = quantized silu(x G^T) * (x U^T). A panel of w holds 16 features of G and the same 16 of U; bias [panels][PANEL]
- * likewise, or NULL. y is padded to whole groups, and so is the number of panels. */
-void batchinfer_int8_gated(const struct quantized *x, long rows, const struct packed *w, const float *bias,
-                           const struct quantized *y, int threads)
+void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
+                           const struct quantized *y)
 {
     const long groups = w->num_values / PANEL / PANELS_PER_GROUP, blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+#pragma omp for collapse(2) schedule(dynamic, 1)
     for (long block = 0; block < blocks; block++)
         for (long g = 0; g < groups; g++) {
             float inner[ROW_BLOCK][GROUP];
@@ -80,4 +78,18 @@ void batchinfer_int8_gated(const struct quantized *x, long rows, const struct pa
                 store_group(values, y, t, g, groups * GROUP);
             }
         }
+}
+
+void batchinfer_int8_linear(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,
+                            int add, int threads)
+{
+#pragma omp parallel num_threads(threads)
+    batchinfer_linear_part(x, rows, w, bias, y, add);
+}
+
+void batchinfer_int8_gated(const struct quantized *x, long rows, const struct packed *w, const float *bias,
+                           const struct quantized *y, int threads)
+{
+#pragma omp parallel num_threads(threads)
+    batchinfer_gated_part(x, rows, w, bias, y);
 }

@@ -30,7 +30,7 @@ class _Rows(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scales", "zeros", "plain")]
 
 
-class _Packed(ctypes.Structure):
+class PackedStruct(ctypes.Structure):
     """`struct packed`."""
 
     _fields_ = [
@@ -49,8 +49,8 @@ class PackedLayer(dict[str, Tensor]):
         num_values, num_plain = self["features"].tolist()
         values, plain = self.get("values"), self.get("plain")
         width = 4 * values.shape[1] if values is not None else 2 * plain.shape[1] if plain is not None else 0
-        addresses = (_address(self.get(name)) for name in ("values", "scales", "offsets", "plain"))
-        self.struct = _Packed(*addresses, width, num_values, num_plain)
+        addresses = (address(self.get(name)) for name in ("values", "scales", "offsets", "plain"))
+        self.struct = PackedStruct(*addresses, width, num_values, num_plain)
 
 
 class NativeRows:
@@ -152,7 +152,7 @@ class NativeInt8:
     def linear(
         self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
-        structure, num_rows = _packed(packed), len(x)
+        structure, num_rows = packed_struct(packed), len(x)
         y = residual
         if y is None:
             y = torch.empty(num_rows, structure.num_values + structure.num_plain)
@@ -161,7 +161,7 @@ class NativeInt8:
             _rows(x),
             num_rows,
             structure,
-            _address(bias),
+            address(bias),
             y.data_ptr(),
             residual is not None,
             torch.get_num_threads(),
@@ -169,11 +169,10 @@ class NativeInt8:
         return y
 
     def gated(self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None) -> NativeRows:
-        structure, num_rows = _packed(packed), len(x)
+        structure, num_rows = packed_struct(packed), len(x)
         rows = NativeRows(num_rows, structure.num_values // 2, True, False)
-        if bias is not None:
-            bias = _interleave(*(_whole(part[:, None], GROUP, 1) for part in bias.chunk(2))).contiguous()
-        self._gated(_rows(x), num_rows, structure, _address(bias), rows.struct, torch.get_num_threads())
+        bias = None if bias is None else gated_bias(bias)
+        self._gated(_rows(x), num_rows, structure, address(bias), rows.struct, torch.get_num_threads())
         return rows
 
     def argmax(self, x: QuantizedRows, packed: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -185,7 +184,7 @@ class NativeInt8:
         if not x.values.numel():
             x = self.quantize(plain.float(), plain=True)  # a bfloat16 number is rounded to itself
         threads = torch.get_num_threads()
-        size = self._scratch_bytes(len(x), _packed(packed), threads)
+        size = self._scratch_bytes(len(x), packed_struct(packed), threads)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         index = torch.empty(len(x), dtype=torch.int64)
@@ -193,7 +192,7 @@ class NativeInt8:
         self._largest(
             _rows(x),
             len(x),
-            _packed(packed),
+            packed_struct(packed),
             packed["lengths"].data_ptr(),
             packed["errors"].data_ptr(),
             index.data_ptr(),
@@ -202,6 +201,11 @@ class NativeInt8:
             threads,
         )
         return index, finite
+
+
+def gated_bias(bias: Tensor) -> Tensor:
+    """[gate | up] in the order of the panels of `pack_gated`."""
+    return _interleave(*(_whole(part[:, None], GROUP, 1) for part in bias.chunk(2))).contiguous()
 
 
 def _pack_shortlist(plain: Tensor) -> dict[str, Tensor]:
@@ -255,15 +259,15 @@ def _interleave(gate: Tensor, up: Tensor) -> Tensor:
 def _rows(x: QuantizedRows) -> _Rows:
     if isinstance(x, NativeRows):
         return x.struct
-    return _Rows(*(_address(part) for part in (x.values, x.scales, x.zeros, x.plain)))
+    return _Rows(*(address(part) for part in (x.values, x.scales, x.zeros, x.plain)))
 
 
-def _packed(packed: Mapping[str, Tensor]) -> _Packed:
+def packed_struct(packed: Mapping[str, Tensor]) -> PackedStruct:
     assert isinstance(packed, PackedLayer)
     return packed.struct
 
 
-def _address(x: Tensor | None) -> int | None:
+def address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
@@ -271,7 +275,7 @@ def _address(x: Tensor | None) -> int | None:
 def _functions() -> Any:
     """The library, its functions' types declared."""
     found = library.load()
-    rows, packed, pointer, number = ctypes.POINTER(_Rows), ctypes.POINTER(_Packed), ctypes.c_void_p, ctypes.c_long
+    rows, packed, pointer, number = ctypes.POINTER(_Rows), ctypes.POINTER(PackedStruct), ctypes.c_void_p, ctypes.c_long
     for name, types in {
         "batchinfer_quantize": [pointer, number, number, rows, ctypes.c_int],
         "batchinfer_rms_norm_quantize": [pointer, pointer, ctypes.c_float, number, number, rows, ctypes.c_int],

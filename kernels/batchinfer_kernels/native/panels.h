@@ -14,19 +14,9 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "quantize.h"
+#include "layers.h"
 
 enum { ROWS = 6, PANEL = 32, ROW_BLOCK = 192 };
-
-struct packed {
-    const int8_t *values;
-    const float *scales;
-    const int32_t *offsets;
-    const uint16_t *plain;
-    long width;          /* of a row of activations, padded to a multiple of GROUP */
-    long num_values;     /* output features that are kept as bytes */
-    long num_plain;      /* and, behind them, as bfloat16 */
-};
 
 INLINE int32_t four_bytes(const void *at)
 {

@@ -1,49 +1,58 @@
 /* Rows of activations to bytes, with the RMS norm that stands before them; int8.py says how these are called. */
 
 #include <math.h>
-#include <stddef.h>
 
-#include "quantize.h"
+#include "layers.h"
 
 enum { ROWS_AT_A_TIME = 4 };
+
+void batchinfer_quantize_row(const float *x, long width, const struct quantized *to, long t)
+{
+    const long groups = (width + GROUP - 1) / GROUP;
+    for (long g = 0; g < groups; g++) {
+        __m512 values[GROUP_REGISTERS];
+        load_group(x + g * GROUP, width - g * GROUP, values);
+        store_group(values, to, t, g, groups * GROUP);
+    }
+}
+
+/* A row's squares are summed lane by lane, the lanes in the end. */
+void batchinfer_rms_norm_row(const float *x, const float *weight, float eps, long width, const struct quantized *to,
+                             long t)
+{
+    const long groups = (width + GROUP - 1) / GROUP;
+    __m512 values[GROUP_REGISTERS], weights[GROUP_REGISTERS], squares[GROUP_REGISTERS];
+    for (int i = 0; i < GROUP_REGISTERS; i++)
+        squares[i] = _mm512_setzero_ps();
+    for (long g = 0; g < groups; g++) {
+        load_group(x + g * GROUP, width - g * GROUP, values);
+        for (int i = 0; i < GROUP_REGISTERS; i++)
+            squares[i] = _mm512_fmadd_ps(values[i], values[i], squares[i]);
+    }
+    const __m512 sum = _mm512_add_ps(_mm512_add_ps(squares[0], squares[1]), _mm512_add_ps(squares[2], squares[3]));
+    const __m512 inverse = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)width + eps));
+    for (long g = 0; g < groups; g++) {
+        load_group(x + g * GROUP, width - g * GROUP, values);
+        load_group(weight + g * GROUP, width - g * GROUP, weights);
+        for (int i = 0; i < GROUP_REGISTERS; i++)
+            values[i] = _mm512_mul_ps(_mm512_mul_ps(values[i], inverse), weights[i]);
+        store_group(values, to, t, g, groups * GROUP);
+    }
+}
 
 /* x: [rows, width] floats. */
 void batchinfer_quantize(const float *x, long rows, long width, const struct quantized *to, int threads)
 {
-    const long groups = (width + GROUP - 1) / GROUP;
 #pragma omp parallel for schedule(dynamic, ROWS_AT_A_TIME) num_threads(threads) if (rows > ROWS_AT_A_TIME)
     for (long t = 0; t < rows; t++)
-        for (long g = 0; g < groups; g++) {
-            __m512 values[GROUP_REGISTERS];
-            load_group(x + t * width + g * GROUP, width - g * GROUP, values);
-            store_group(values, to, t, g, groups * GROUP);
-        }
+        batchinfer_quantize_row(x + t * width, width, to, t);
 }
 
-/* As above, of x / sqrt(mean of x^2 + eps) * weight. A row's squares are summed lane by lane, the lanes in the end. */
+/* The same behind an RMS norm. */
 void batchinfer_rms_norm_quantize(const float *x, const float *weight, float eps, long rows, long width,
                                   const struct quantized *to, int threads)
 {
-    const long groups = (width + GROUP - 1) / GROUP;
 #pragma omp parallel for schedule(dynamic, ROWS_AT_A_TIME) num_threads(threads) if (rows > ROWS_AT_A_TIME)
-    for (long t = 0; t < rows; t++) {
-        const float *row = x + t * width;
-        __m512 values[GROUP_REGISTERS], weights[GROUP_REGISTERS], squares[GROUP_REGISTERS];
-        for (int i = 0; i < GROUP_REGISTERS; i++)
-            squares[i] = _mm512_setzero_ps();
-        for (long g = 0; g < groups; g++) {
-            load_group(row + g * GROUP, width - g * GROUP, values);
-            for (int i = 0; i < GROUP_REGISTERS; i++)
-                squares[i] = _mm512_fmadd_ps(values[i], values[i], squares[i]);
-        }
-        const __m512 sum = _mm512_add_ps(_mm512_add_ps(squares[0], squares[1]), _mm512_add_ps(squares[2], squares[3]));
-        const __m512 inverse = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)width + eps));
-        for (long g = 0; g < groups; g++) {
-            load_group(row + g * GROUP, width - g * GROUP, values);
-            load_group(weight + g * GROUP, width - g * GROUP, weights);
-            for (int i = 0; i < GROUP_REGISTERS; i++)
-                values[i] = _mm512_mul_ps(_mm512_mul_ps(values[i], inverse), weights[i]);
-            store_group(values, to, t, g, groups * GROUP);
-        }
-    }
+    for (long t = 0; t < rows; t++)
+        batchinfer_rms_norm_row(x + t * width, weight, eps, width, to, t);
 }

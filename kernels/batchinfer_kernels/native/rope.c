@@ -2,7 +2,9 @@
 
 #include <stddef.h>
 
-static void rotate(float *x, const float *cos, const float *sin, int heads, int head_dim, int half)
+#include "layers.h"
+
+void batchinfer_rotate(float *x, const float *cos, const float *sin, int heads, int head_dim, int half)
 {
     for (int h = 0; h < heads; h++) {
         float *restrict first = x + (size_t)h * head_dim, *restrict second = first + half;
@@ -21,7 +23,7 @@ void batchinfer_rope(float *q, float *k, const float *cos, const float *sin, lon
 #pragma omp parallel for schedule(static) num_threads(threads) if (tokens > 4)
     for (long t = 0; t < tokens; t++) {
         const float *c = cos + t * half, *s = sin + t * half;
-        rotate(q + t * q_stride, c, s, q_heads, head_dim, half);
-        rotate(k + t * k_stride, c, s, k_heads, head_dim, half);
+        batchinfer_rotate(q + t * q_stride, c, s, q_heads, head_dim, half);
+        batchinfer_rotate(k + t * k_stride, c, s, k_heads, head_dim, half);
     }
 }

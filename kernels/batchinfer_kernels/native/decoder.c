@@ -1,0 +1,166 @@
+/* All decoder layers of a step in one parallel region; decoder.py says how this is called.
+ *
+ * A layer is the very operations of the functions that do its parts one by one (quantize.c, int8.c, rope.c,
+ * attention.c), in passes over all rows with barriers between them, and so gives the same bytes.
+ */
+
+#include <string.h>
+
+#include "attention.h"
+#include "layers.h"
+
+enum { ROWS_AT_A_TIME = 8 };
+
+/* Norms' weights [hidden]; biases as the products take them, or NULL. */
+struct decoder_layer {
+    struct packed qkv, o, gate_up, down;
+    const float *input_norm, *post_norm;
+    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;
+};
+
+struct decoder {
+    const struct decoder_layer *layers;
+    long num_layers, hidden_size, num_heads, num_kv_heads, head_dim;
+    float eps;
+};
+
+/* One step. By layer: its plan, and what attention is told of it but for q, k, v and where results go. */
+struct decoder_step {
+    long num_tokens;
+    float *hidden;          /* [num_tokens, hidden_size], overwritten */
+    const float *cos, *sin; /* [num_tokens, half] */
+    long half;
+    const struct step *const *plans;
+    const struct layer *const *caches;
+    float *part, *part_top_sum; /* attention's, for the layer that has most of them */
+    /* The last layer's result goes to `out` [num_wanted, hidden_size], these rows of it; or all stay in `hidden`, and
+     * wanted is NULL. */
+    const int64_t *wanted;
+    long num_wanted;
+    float *out;
+    char *scratch; /* batchinfer_decoder_scratch_bytes, aligned to 64 */
+};
+
+/* What one pass leaves to the next. `x` is what each product takes in turn, but for the last one, which takes `inner`:
+ * that is written while x is read. */
+struct buffers {
+    struct quantized x, inner;
+    float *qkv, *attended;
+};
+
+static void *take(char **at, size_t bytes)
+{
+    void *found = *at;
+    *at += (bytes + 63) / 64 * 64;
+    return found;
+}
+
+static struct quantized take_quantized(char **at, long rows, long width)
+{
+    const long padded = (width + GROUP - 1) / GROUP * GROUP;
+    struct quantized taken;
+    taken.values = take(at, rows * padded);
+    taken.plain = take(at, rows * padded * sizeof(uint16_t));
+    taken.scales = take(at, rows * padded / GROUP * sizeof(float));
+    taken.zeros = take(at, rows * padded / GROUP * sizeof(int32_t));
+    return taken;
+}
+
+static struct buffers lay_out(const struct decoder *decoder, long rows, char **at)
+{
+    const long q_size = decoder->num_heads * decoder->head_dim, kv_size = decoder->num_kv_heads * decoder->head_dim;
+    const long hidden = decoder->hidden_size;
+    struct buffers found;
+    found.x = take_quantized(at, rows, hidden > q_size ? hidden : q_size);
+    found.inner = take_quantized(at, rows, decoder->layers[0].down.width);
+    found.qkv = take(at, rows * (q_size + 2 * kv_size) * sizeof(float));
+    found.attended = take(at, rows * q_size * sizeof(float));
+    return found;
+}
+
+/* Bytes of scratch for a step of `rows` tokens. */
+long batchinfer_decoder_scratch_bytes(const struct decoder *decoder, long rows)
+{
+    char *end = NULL;
+    lay_out(decoder, rows, &end);
+    return (long)(intptr_t)end;
+}
+
+/* As a layer takes its activations: only in the forms that it has features for. */
+static struct quantized for_layer(const struct quantized *buffer, const struct packed *w)
+{
+    struct quantized x = *buffer;
+    if (!w->num_values)
+        x.values = NULL;
+    if (!w->num_plain)
+        x.plain = NULL;
+    return x;
+}
+
+static void run_layer(const struct decoder *decoder, const struct decoder_step *step, long at,
+                      const struct buffers *buffers, int64_t *queue)
+{
+    const struct decoder_layer *layer = decoder->layers + at;
+    const struct step *plan = step->plans[at];
+    const long hidden = decoder->hidden_size, heads = decoder->num_heads, kv_heads = decoder->num_kv_heads;
+    const long dim = decoder->head_dim, q_size = heads * dim, kv_size = kv_heads * dim;
+    const long qkv_size = q_size + 2 * kv_size, half = step->half;
+
+    const struct quantized normed = for_layer(&buffers->x, &layer->qkv);
+#pragma omp for schedule(dynamic, ROWS_AT_A_TIME)
+    for (long t = 0; t < step->num_tokens; t++)
+        batchinfer_rms_norm_row(step->hidden + t * hidden, layer->input_norm, decoder->eps, hidden, &normed, t);
+    batchinfer_linear_part(&normed, step->num_tokens, &layer->qkv, layer->qkv_bias, buffers->qkv, 0);
+
+    struct layer attention = *step->caches[at];
+    attention.q = buffers->qkv;
+    attention.k = buffers->qkv + q_size;
+    attention.v = buffers->qkv + q_size + kv_size;
+    attention.q_stride = attention.k_stride = attention.v_stride = qkv_size;
+    attention.out = buffers->attended;
+    attention.part = step->part;
+    attention.part_top_sum = step->part_top_sum;
+    batchinfer_clear_values(plan, &attention);
+#pragma omp for schedule(dynamic, ROWS_AT_A_TIME) nowait
+    for (long t = 0; t < step->num_tokens; t++) {
+        const float *cos = step->cos + t * half, *sin = step->sin + t * half;
+        float *row = buffers->qkv + t * qkv_size;
+        batchinfer_rotate(row, cos, sin, (int)heads, (int)dim, (int)half);
+        batchinfer_rotate(row + q_size, cos, sin, (int)kv_heads, (int)dim, (int)half);
+        batchinfer_store_token(plan, &attention, t);
+    }
+    batchinfer_attend_tiles(plan, &attention, queue);
+    /* From here on only for the rows that somebody reads. */
+    const int64_t *wanted = at == decoder->num_layers - 1 ? step->wanted : NULL;
+    const long rows = wanted ? step->num_wanted : step->num_tokens;
+    float *stream = wanted ? step->out : step->hidden;
+    const struct quantized taken = for_layer(&buffers->x, &layer->o);
+#pragma omp for schedule(dynamic, ROWS_AT_A_TIME)
+    for (long i = 0; i < rows; i++) {
+        const long t = wanted ? wanted[i] : i;
+        if (plan->entry[t] >= 0)
+            batchinfer_merge_token(plan, &attention, t);
+        batchinfer_quantize_row(buffers->attended + t * q_size, q_size, &taken, i);
+        if (wanted)
+            memcpy(stream + i * hidden, step->hidden + t * hidden, hidden * sizeof(float));
+    }
+    batchinfer_linear_part(&taken, rows, &layer->o, layer->o_bias, stream, 1);
+
+    const struct quantized again = for_layer(&buffers->x, &layer->gate_up);
+#pragma omp for schedule(dynamic, ROWS_AT_A_TIME)
+    for (long t = 0; t < rows; t++)
+        batchinfer_rms_norm_row(stream + t * hidden, layer->post_norm, decoder->eps, hidden, &again, t);
+    const struct quantized inner = for_layer(&buffers->inner, &layer->down);
+    batchinfer_gated_part(&again, rows, &layer->gate_up, layer->gate_up_bias, &inner);
+    batchinfer_linear_part(&inner, rows, &layer->down, layer->down_bias, stream, 1);
+}
+
+void batchinfer_decoder(const struct decoder *decoder, const struct decoder_step *step, int threads)
+{
+    char *at = step->scratch;
+    const struct buffers buffers = lay_out(decoder, step->num_tokens, &at);
+    int64_t queue;
+#pragma omp parallel num_threads(threads)
+    for (long layer = 0; layer < decoder->num_layers; layer++)
+        run_layer(decoder, step, layer, &buffers, &queue);
+}

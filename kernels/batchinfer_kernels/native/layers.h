@@ -1,0 +1,42 @@
+/* Parts of layers, for one row or for code that is inside a parallel region. */
+
+#ifndef BATCHINFER_LAYERS_H
+#define BATCHINFER_LAYERS_H
+
+#include "quantize.h"
+
+/* A linear layer's weights; panels.h says how they lie. */
+struct packed {
+    const int8_t *values;
+    const float *scales;
+    const int32_t *offsets;
+    const uint16_t *plain;
+    long width;          /* of a row of activations, padded to a multiple of GROUP */
+    long num_values;     /* output features that are kept as bytes */
+    long num_plain;      /* and, behind them, as bfloat16 */
+};
+
+/* ---- Of one row ---- */
+
+/* `width` floats to row t of `to`. */
+void batchinfer_quantize_row(const float *x, long width, const struct quantized *to, long t);
+
+/* The same of x / sqrt(mean of x^2 + eps) * weight. */
+void batchinfer_rms_norm_row(const float *x, const float *weight, float eps, long width, const struct quantized *to,
+                             long t);
+
+/* Rotary embedding of one token's heads; cos, sin: [half]. */
+void batchinfer_rotate(float *x, const float *cos, const float *sin, int heads, int head_dim, int half);
+
+/* ---- Of all rows, called by all threads of a region; these end with a barrier ---- */
+
+/* y [rows, num_values + num_plain] = x W^T + bias, or y += that. bias may be NULL. */
+void batchinfer_linear_part(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,
+                            int add);
+
+/* y = quantized silu(x G^T) * (x U^T). A panel of w holds 16 features of G and the same 16 of U; bias [panels][PANEL]
+ * likewise, or NULL. y is padded to whole groups, and so is the number of panels. */
+void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
+                           const struct quantized *y);
+
+#endif

@@ -1,0 +1,183 @@
+"""All layers in one call of C against the operations one by one, and hidden states of only the tokens that are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from batchinfer_kernels.native import library
+from torch import Tensor
+
+from batchinfer.runner.local import LocalRunner
+from batchinfer.testing.step_driver import GREEDY, StepDriver
+from batchinfer.testing.tiny import VOCAB_SIZE
+from batchinfer.types.request import SamplingParams
+
+MakeRunner = Callable[..., LocalRunner]
+REPORTED = SamplingParams(temperature=0.0, logprobs=2)
+PROMPT_REPORTED = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=2)
+KINDS = (GREEDY, REPORTED, PROMPT_REPORTED)
+LENGTHS = (300, 1, 17, 64, 259, 33)  # beyond a split, ends of blocks, a row block that is not full
+
+WINDOW = {"sliding_window": 40}
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped": ("llama", {}),
+    "a KV head each": ("llama-mha", {}),
+    "biases": ("llama-bias", {}),
+    "bias of qkv": ("qwen2", {}),
+    "wide heads": ("llama-head-dim", {}),
+    "scaled rope": ("llama3", {}),
+    "odd widths": ("smollm", {"hidden_size": 144, "intermediate_size": 100}),
+    "window": ("mistral", {"head_dim": 48, **WINDOW}),
+    "two KV groups": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}),
+}
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "norms of heads": ("qwen3", {}),
+    "attention not in C": ("smollm", {}),
+}
+
+needs_native = pytest.mark.skipif(library.available() is not None, reason="no C kernels here")
+
+
+def prompts() -> list[list[int]]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=draw).tolist() for length in LENGTHS]
+
+
+def run(runner: LocalRunner, *, chunk: int) -> tuple[list[Tensor], list[Any]]:
+    """Hidden states and results of all steps: chunked prompts and decoding side by side."""
+    model: Any = runner._model
+    hidden: list[Tensor] = []
+    forward = model.forward
+
+    def noted(*args: Any) -> Tensor:
+        found: Tensor = forward(*args)
+        hidden.append(found.clone())
+        return found
+
+    model.forward = noted
+    try:
+        driver = StepDriver(runner, next_step=runner._next_step)
+        ids = [driver.add(prompt, KINDS[i % 3], sample_key=i) for i, prompt in enumerate(prompts())]
+        driver.generate(ids, 6, chunk=chunk)
+        for seq_id in ids:
+            driver.finish(seq_id)
+    finally:
+        model.forward = forward
+    return hidden, [(r.token_ids, r.logprobs, r.prompt_logprobs) for r in driver.results]
+
+
+def without_whole(runner: LocalRunner) -> None:
+    model: Any = runner._model
+    model.ops = replace(model.ops, decoder=None)
+
+
+def count_whole(runner: LocalRunner) -> list[int]:
+    """Sizes of the steps that run in one call, as they come."""
+    model: Any = runner._model
+    sizes: list[int] = []
+
+    class Counted(model.ops.decoder):  # type: ignore[misc, name-defined]
+        def run(self, hidden: Tensor, *args: Any) -> Tensor:
+            sizes.append(len(hidden))
+            result: Tensor = super().run(hidden, *args)
+            return result
+
+    model.ops = replace(model.ops, decoder=Counted)
+    return sizes
+
+
+@needs_native
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_layers_give_the_bytes_of_their_parts(name: str, make_runner: MakeRunner) -> None:
+    family, overrides = WHOLE[name]
+    for threads in (1, 3):
+        runner = make_runner(family, overrides, quantization="int8", num_threads=threads)
+        assert len(runner.kv_groups) == (2 if name == "two KV groups" else 1)
+        sizes = count_whole(runner)
+        found = {chunk: run(runner, chunk=chunk) for chunk in (1 << 30, 50)}
+        assert sizes[0] == sum(LENGTHS)
+        num_steps = len(sizes)
+        without_whole(runner)
+        for chunk, (hidden, results) in found.items():
+            expected_hidden, expected = run(runner, chunk=chunk)
+            assert results == expected
+            assert len(hidden) == len(expected_hidden)
+            assert all(torch.equal(a, b) for a, b in zip(hidden, expected_hidden, strict=True))
+            assert all(h.isfinite().all() for h in hidden)
+        assert len(sizes) == num_steps
+
+
+@needs_native
+@pytest.mark.parametrize("name", PARTS)
+def test_what_whole_layers_are_not_for_runs_part_by_part(name: str, make_runner: MakeRunner) -> None:
+    family, overrides = PARTS[name]
+    runner = make_runner(family, overrides, quantization="int8")
+    sizes = count_whole(runner)
+    run(runner, chunk=50)
+    assert not sizes
+
+
+@needs_native
+def test_a_sick_row_stays_alone(make_runner: MakeRunner) -> None:
+    runner = make_runner(quantization="int8")
+    expected = run(runner, chunk=1 << 30)[1]
+    model: Any = runner._model
+    first = prompts()[0]
+    token = next(t for t in first if all(t not in prompt for prompt in prompts()[1:]))
+    model.embed.weight.data[token] = torch.nan
+    driver = StepDriver(runner, next_step=runner._next_step)
+    ids = [driver.add(prompt, KINDS[i % 3], sample_key=i) for i, prompt in enumerate(prompts())]
+    result = driver.step(dict.fromkeys(ids, 1 << 30))
+    assert set(result.errors) == {ids[0]}
+    assert result.token_ids == {i: t for i, t in expected[0][0].items() if i != ids[0]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernels": "reference", "dtype": "float32"},
+        {"kernels": "cpu", "dtype": "float32"},
+        pytest.param({"quantization": "int8"}, marks=needs_native),
+        pytest.param({"quantization": "int8", "parts": True}, marks=needs_native),
+    ],
+    ids=["reference", "cpu", "whole layers in C", "parts in C"],
+)
+def test_hidden_states_of_the_tokens_that_are_read(options: dict[str, Any], make_runner: MakeRunner) -> None:
+    """They are what they would be among those of all tokens; an inner chunk has none."""
+    options = dict(options)
+    parts = options.pop("parts", False)
+    runner = make_runner(**options)
+    if parts:
+        without_whole(runner)
+    model: Any = runner._model
+    forward = model.forward
+
+    def compare(token_ids: Tensor, positions: Tensor, ctx: Any) -> Tensor:
+        found: Tensor = forward(token_ids, positions, ctx)
+        everything = forward(token_ids, positions, replace(ctx, wanted=None))
+        assert len(everything) == len(token_ids)
+        wanted = everything if ctx.wanted is None else everything[ctx.wanted]
+        sizes.append((len(token_ids), len(found)))
+        if options.get("kernels") == "reference":  # whose products are not the same in every batch
+            torch.testing.assert_close(found, wanted)
+        else:
+            assert torch.equal(found, wanted)
+        return found
+
+    sizes: list[tuple[int, int]] = []
+    model.forward = compare
+    driver = StepDriver(runner)
+    ids = [driver.add(prompt) for prompt in prompts()[:3]]
+    reported = driver.add(prompts()[3], PROMPT_REPORTED)
+    driver.step({ids[0]: 100})
+    driver.step({ids[0]: 300, ids[1]: 1})
+    driver.step({ids[0]: 1, ids[2]: 10, reported: 40})
+    driver.step({ids[2]: 7, reported: 40}, num_logits=3)
+    driver.step({ids[0]: 1, ids[1]: 1})
+    assert sizes == [(100, 0), (201, 2), (51, 41), (31, 27), (2, 2)]
+    assert len(driver.results[2].prompt_logprobs[reported]) == 40
+    assert len(driver.results[3].prompt_logprobs[reported]) == 23
