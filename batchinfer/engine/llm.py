@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from batchinfer.config import EngineConfig
 from batchinfer.engine.build import load_engine
+from batchinfer.engine.garbage import collected_rarely
 from batchinfer.errors import ConfigError
 from batchinfer.text import PromptRenderer, PromptSpec, prepare_rows
 from batchinfer.types.request import Request, RequestOutput, SamplingParams
@@ -108,6 +109,7 @@ class LLM:
 
     # ---------------------------------------------------------------- prompts in, outputs out
 
+    @collected_rarely()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -132,6 +134,7 @@ class LLM:
         ]
         return self._run(ids, texts, sampling)
 
+    @collected_rarely()
     def chat(
         self,
         messages: Messages | Sequence[Messages],

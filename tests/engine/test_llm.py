@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 import batchinfer
 from batchinfer import LLM, SamplingParams
+from batchinfer.engine.garbage import RARELY, collected_rarely
 from batchinfer.errors import ConfigError, EngineError
 from batchinfer.types.rows import ErrorClass
 
@@ -248,6 +251,73 @@ def test_a_dead_runner_raises_and_does_not_hang(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(llm.engine.runner, "execute", dies)
     with pytest.raises(EngineError, match="the device is gone"):
         llm.generate(["a"] * 100, SamplingParams(max_tokens=50))
+
+
+@pytest.fixture
+def thresholds() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize(
+    ("before", "during"),
+    [
+        ((700, 10, 10), RARELY),
+        ((50_000, 10, 100), (50_000, 50, 100)),
+        ((30_000, 60, 70), (30_000, 60, 70)),
+        ((0, 10, 10), (0, 10, 10)),
+    ],
+)
+def test_the_programs_garbage_is_collected_as_before(
+    echo: LLM, monkeypatch: pytest.MonkeyPatch, thresholds: None, before: Any, during: Any
+) -> None:
+    seen = set()
+    step = echo.engine.step
+
+    def noted() -> Any:
+        seen.add(gc.get_threshold())
+        return step()
+
+    def broken() -> Any:
+        raise KeyboardInterrupt
+
+    gc.set_threshold(*before)
+    monkeypatch.setattr(echo.engine, "step", noted)
+    echo.generate("abc", GREEDY)
+    assert gc.get_threshold() == before
+    echo.chat([{"role": "user", "content": "abc"}], GREEDY)
+    assert gc.get_threshold() == before and seen == {during}
+    monkeypatch.setattr(echo.engine, "step", broken)
+    with pytest.raises(KeyboardInterrupt):
+        echo.generate("abc", GREEDY)
+    assert gc.get_threshold() == before
+
+
+def test_what_a_program_sets_for_its_garbage_meanwhile_stays(
+    echo: LLM, monkeypatch: pytest.MonkeyPatch, thresholds: None
+) -> None:
+    step = echo.engine.step
+
+    def setting() -> Any:
+        gc.set_threshold(900, 9, 9)
+        return step()
+
+    monkeypatch.setattr(echo.engine, "step", setting)
+    echo.generate("abc", GREEDY)
+    assert gc.get_threshold() == (900, 9, 9)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_calls_of_several_threads_may_end_in_any_order(thresholds: None, order: tuple[int, int]) -> None:
+    gc.set_threshold(700, 10, 10)
+    calls = [ExitStack(), ExitStack()]
+    for call in calls:
+        call.enter_context(collected_rarely())
+    assert gc.get_threshold() == RARELY
+    for i in order:
+        calls[i].close()
+    assert gc.get_threshold() == (700, 10, 10)
 
 
 def test_exports() -> None:
