@@ -17,8 +17,8 @@ RARELY = (20_000, 50, 50)
 def collected_rarely() -> Iterator[None]:
     """Collections are rare until the context is left; then the program's thresholds are as before.
 
-    A program that has the collector switched off, or set to be rarer, is left as it is; what it has frozen stays so, and
-    what it sets meanwhile too. May be entered by several threads, which may leave in any order.
+    A program that has the collector switched off, or set to be rarer, is left as it is; what it has frozen stays so,
+    and what it sets meanwhile too. May be entered by several threads, which may leave in any order.
     """
     before = gc.get_threshold()
     during = (max(before[0], RARELY[0]), max(before[1], RARELY[1]), max(before[2], RARELY[2]))
