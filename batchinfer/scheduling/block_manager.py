@@ -33,6 +33,7 @@ class BlockManager:
         "_idle",
         "_index",
         "_kept",
+        "_key_of",
         "_num_refs",
         "_wanted",
         "block_size",
@@ -51,7 +52,8 @@ class BlockManager:
         self._kept: OrderedDict[int, None] = OrderedDict()  # idle too, but wanted when their turn came
         self._wanted = Wanted() if wanted is None else wanted
         self._num_refs = [0] * group.num_blocks
-        self._index = PrefixIndex(group.num_blocks)
+        self._index = PrefixIndex(group.num_blocks, group.block_size)
+        self._key_of = self._index.key_of
 
     @property
     def num_available(self) -> int:
@@ -60,16 +62,16 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Full blocks that a prefix can be found in."""
-        return len(self._index)
+        """Full blocks that a prefix can be found in; counts them."""
+        return self._index.num_full()
 
     def match(self, chain: PrefixChain, max_blocks: int) -> list[int]:
         """Blocks that hold the longest published prefix of the chain. Takes no reference: see `acquire`."""
         return self._index.match(chain, max_blocks)
 
-    def match_part(self, parent: int, tokens: tuple[int, ...]) -> tuple[int, int | None]:
+    def match_part(self, parent: int, run: bytes) -> tuple[int, int | None]:
         """(leading tokens, the block that has most of them behind this parent), or (0, None): to be copied."""
-        return self._index.match_part(parent, tokens)
+        return self._index.match_part(parent, run)
 
     def num_idle_among(self, blocks: Iterable[int]) -> int:
         """How many of these blocks stop being available once they are acquired."""
@@ -82,7 +84,7 @@ class BlockManager:
 
     def is_private(self, block: int) -> bool:
         """Whether one sequence alone uses the block and nobody can find it."""
-        return self._num_refs[block] == 1 and not self._index.holds(block)
+        return self._num_refs[block] == 1 and self._key_of[block] is None
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Takes a reference to each of these published blocks."""
@@ -97,53 +99,51 @@ class BlockManager:
 
     def allocate(self, count: int, table: list[int]) -> None:
         """Appends `count` blocks without a key to the table; the caller made sure that they are available."""
-        num_refs = self._num_refs
+        free, idle, num_refs = self._free, self._idle, self._num_refs
+        start = len(table)
+        evicted: list[int] = []
         for _ in range(count):
-            block = self._take()
+            if not free or len(idle) > MAX_IDLE:
+                block = self._oldest_unwanted()
+                if block is None and not free:
+                    block = self._kept.popitem(last=False)[0]
+                if block is not None:
+                    evicted.append(block)
+                    table.append(block)
+                    continue
+            table.append(free.pop())
+        if evicted:
+            self.num_evictions += len(evicted)
+            self._index.drop(evicted)
+        for block in table[start:]:
             num_refs[block] = 1
-            table.append(block)
-
-    def _take(self) -> int:
-        free = self._free
-        if free and len(self._idle) <= MAX_IDLE:
-            return free.pop()
-        block = self._oldest_unwanted()
-        if block is None:
-            if free:
-                return free.pop()
-            block = self._kept.popitem(last=False)[0]
-        self.num_evictions += 1
-        self._index.drop(block)
-        return block
 
     def _oldest_unwanted(self) -> int | None:
-        idle, index, wanted = self._idle, self._index, self._wanted
+        idle, key_of, wanted = self._idle, self._key_of, self._wanted
         while idle:
             block = idle.popitem(last=False)[0]
-            if index.hash_of(block) not in wanted:
+            if hash(key_of[block]) not in wanted:
                 return block
             self._kept[block] = None
         return None
 
     def publish(self, table: list[int], chain: PrefixChain, start: int, stop: int) -> None:
         """Makes blocks `start .. stop` of a sequence, all of whose tokens have been computed, available to others."""
-        hashes, keys, publish = chain.hashes, chain.keys, self._index.publish
-        for i in range(start, stop):
-            publish(table[i], hashes[i], keys[i])
+        self._index.publish(table[start:stop], chain.keys[start:stop])
 
-    def publish_tail(self, block: int, parent: int, tokens: tuple[int, ...]) -> None:
+    def publish_tail(self, block: int, parent: int, run: bytes) -> None:
         """Makes the filled part of a block available for copying; its sequence may write behind it."""
-        self._index.publish_tail(block, (parent, tokens))
+        self._index.publish_tail(block, (parent, run))
 
     def release(self, table: list[int]) -> None:
         """Gives a sequence's references back and empties its table. Later blocks are evicted before earlier
         ones: a prefix without its tail is of use, a tail without its prefix is not."""
-        num_refs, free, idle, holds = self._num_refs, self._free, self._idle, self._index.holds
+        num_refs, free, idle, key_of = self._num_refs, self._free, self._idle, self._key_of
         for block in reversed(table):
             count = num_refs[block] - 1
             num_refs[block] = count
             if count == 0:
-                if holds(block):
+                if key_of[block] is not None:
                     idle[block] = None
                 else:
                     free.append(block)
@@ -161,8 +161,8 @@ class BlockManager:
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert not free & idle and not free & used and not idle & used, "a block is in two states"
         assert len(free) + len(idle) + len(used) == self.num_blocks, "a block is lost"
-        assert all(self._index.holds(block) for block in idle), "an idle block has no key"
-        holding = [block for block in range(self.num_blocks) if self._index.holds(block)]
+        holding = [block for block, key in enumerate(self._key_of) if key is not None]
+        assert idle <= set(holding), "an idle block has no key"
         assert not free.intersection(holding), "a free block has a key"
         assert self.caching or not holding, "a block is published though prefix caching is off"
         self._index.check()

@@ -1,124 +1,108 @@
 """What follows a prefix: the token runs behind each parent block, and the one that agrees longest with a given run.
 
 Responsible for: a token-exact longest match among many runs, by bisection: in sorted order, what shares most with a
-run stands beside its place. Not for: what the runs are (blocks that are computed in `prefix_index`, blocks that are
+run stands beside its place. Not for: what the runs are (blocks that are computed in `prefix_index`, prompts that are
 being computed in `holdback`).
+
+A run is its tokens as bytes, TOKEN_BYTES for each: to hash, to compare and to cut out takes a call instead of a loop.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Generic, TypeVar
 
-Value = TypeVar("Value")
-Tokens = tuple[int, ...]
-
-
-class _Runs(Generic[Value]):
-    """Two runs or more behind one parent: `values[i]` belongs to `tokens[i]`; tokens are sorted and all different."""
-
-    __slots__ = ("tokens", "values")
-
-    def __init__(self, tokens: list[Tokens], values: list[Value]) -> None:
-        self.tokens = tokens
-        self.values = values
+_TOKEN_TYPE = "I"
+TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
+_SHORT = 32 * TOKEN_BYTES
 
 
-class Branches(Generic[Value]):
-    """Token runs of at least one token by the hash of the block before them, each with a value.
+def run_of(tokens: Sequence[int]) -> bytes:
+    """Token ids, of 32 bits each, as a run."""
+    return array(_TOKEN_TYPE, tokens).tobytes()
 
-    Nearly every parent has one run only, which then stands for itself as `(tokens, value)`.
+
+def num_common(first: bytes, second: bytes) -> int:
+    """Leading tokens that two runs have in common."""
+    start, stop = 0, min(len(first), len(second))
+    if first[:stop] == second[:stop]:
+        return stop // TOKEN_BYTES
+    while stop - start > _SHORT:
+        middle = (start + stop) // 2
+        if first[start:middle] == second[start:middle]:
+            start = middle
+        else:
+            stop = middle
+    differ = int.from_bytes(first[start:stop], "little") ^ int.from_bytes(second[start:stop], "little")
+    return (start + ((differ & -differ).bit_length() - 1) // 8) // TOKEN_BYTES
+
+
+class Branches:
+    """Runs of at least one token by the hash of the block before them. The same run may be there more than once.
+
+    Nearly every parent has one run only, which then stands for itself; several are a sorted list.
     """
 
-    __slots__ = ("_after",)
+    __slots__ = ("after",)
 
     def __init__(self) -> None:
-        self._after: dict[int, tuple[Tokens, Value] | _Runs[Value]] = {}
+        self.after: dict[int, bytes | list[bytes]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._after)
+        return bool(self.after)
 
-    def __iter__(self) -> Iterator[tuple[int, Tokens, Value]]:
-        for parent, runs in self._after.items():
-            if isinstance(runs, tuple):
-                yield parent, *runs
-            else:
-                for tokens, value in zip(runs.tokens, runs.values, strict=True):
-                    yield parent, tokens, value
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        for parent, runs in self.after.items():
+            for run in [runs] if isinstance(runs, bytes) else runs:
+                yield parent, run
 
-    def add(self, parent: int, tokens: Tokens, value: Value) -> bool:
-        """False, and nothing done, where the same run is there already."""
-        runs = self._after.get(parent)
+    def add(self, parent: int, run: bytes) -> None:
+        runs = self.after.get(parent)
         if runs is None:
-            self._after[parent] = (tokens, value)
-            return True
-        if isinstance(runs, tuple):
-            only, its_value = runs
-            if only == tokens:
-                return False
-            runs = self._after[parent] = _Runs([only], [its_value])
-        place = bisect_left(runs.tokens, tokens)
-        if place < len(runs.tokens) and runs.tokens[place] == tokens:
-            return False
-        runs.tokens.insert(place, tokens)
-        runs.values.insert(place, value)
-        return True
+            self.after[parent] = run
+        elif isinstance(runs, bytes):
+            self.after[parent] = [runs, run] if runs < run else [run, runs]
+        else:
+            insort(runs, run)
 
-    def remove(self, parent: int, tokens: Tokens, value: Value) -> bool:
-        """False where this run is not there, or with another value."""
-        runs = self._after.get(parent)
-        if runs is None:
-            return False
-        if isinstance(runs, tuple):
-            if runs[1] != value or runs[0] != tokens:
-                return False
-            del self._after[parent]
-            return True
-        place = bisect_left(runs.tokens, tokens)
-        if place == len(runs.tokens) or runs.values[place] != value or runs.tokens[place] != tokens:
-            return False
-        del runs.tokens[place], runs.values[place]
-        if len(runs.tokens) == 1:
-            self._after[parent] = (runs.tokens[0], runs.values[0])
-        return True
+    def remove(self, parent: int, run: bytes) -> None:
+        """Takes out a run that is there."""
+        runs = self.after[parent]
+        if isinstance(runs, bytes):
+            assert runs == run, "another run is there"
+            del self.after[parent]
+            return
+        place = bisect_left(runs, run)
+        assert runs[place] == run, "the run is not there"
+        del runs[place]
+        if len(runs) == 1:
+            self.after[parent] = runs[0]
 
-    def longest(self, parent: int, tokens: Tokens) -> tuple[int, Value | None]:
-        """(leading tokens, at least one, that some run behind this parent has in common, its value), or (0, None)."""
-        runs = self._after.get(parent)
+    def longest(self, parent: int, run: bytes) -> tuple[int, bytes]:
+        """(leading tokens, at least one, that a run behind this parent has in common, that run), or (0, b"")."""
+        runs = self.after.get(parent)
         if runs is None:
-            return 0, None
-        if isinstance(runs, tuple):
-            best = _num_common(runs[0], tokens)
-            return best, runs[1] if best else None
-        known = runs.tokens
-        place = bisect_left(known, tokens)
+            return 0, b""
+        if isinstance(runs, bytes):
+            best = num_common(runs, run)
+            return (best, runs) if best else (0, b"")
+        place = bisect_left(runs, run)
         best = before = 0
-        if place < len(known):
-            best = _num_common(known[place], tokens)
-        if place and best < len(tokens):
-            before = _num_common(known[place - 1], tokens)
+        if place < len(runs):
+            best = num_common(runs[place], run)
+        if place and best * TOKEN_BYTES < len(run):
+            before = num_common(runs[place - 1], run)
         if before > best:
-            return before, runs.values[place - 1]
-        return best, runs.values[place] if best else None
+            return before, runs[place - 1]
+        return (best, runs[place]) if best else (0, b"")
 
     def check(self) -> None:
-        for runs in self._after.values():
-            if isinstance(runs, tuple):
-                assert runs[0], "a run without tokens"
+        for runs in self.after.values():
+            if isinstance(runs, bytes):
+                assert runs, "a run without tokens"
                 continue
-            assert len(runs.tokens) == len(runs.values) > 1, "a list for less than two runs was kept"
-            assert all(runs.tokens), "a run without tokens"
-            assert all(a < b for a, b in pairwise(runs.tokens)), "runs are not in order"
-
-
-def _num_common(first: Tokens, second: Tokens) -> int:
-    if first == second:
-        return len(first)
-    count = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+            assert len(runs) > 1, "a list for less than two runs was kept"
+            assert all(runs), "a run without tokens"
+            assert all(a <= b for a, b in pairwise(runs)), "runs are not in order"

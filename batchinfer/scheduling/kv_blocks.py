@@ -14,7 +14,8 @@ from math import lcm
 from typing import NamedTuple
 
 from batchinfer.scheduling.block_manager import BlockManager
-from batchinfer.scheduling.prefix_index import ROOT_HASH, PrefixChain
+from batchinfer.scheduling.branches import TOKEN_BYTES, run_of
+from batchinfer.scheduling.prefix_index import PrefixChain
 from batchinfer.scheduling.sequence import NEVER, Sequence
 from batchinfer.scheduling.wanted import Wanted
 from batchinfer.types.step import BlockCopy, KVGroup
@@ -35,7 +36,7 @@ NO_MATCH = PrefixMatch(0, (), ())
 class KVBlocks:
     """One block manager for each group; `sizes` are their block sizes."""
 
-    __slots__ = ("_caching", "_match_unit", "_reserves", "managers", "sizes", "wanted")
+    __slots__ = ("_caching", "_match_unit", "_reserves", "managers", "max_tokens", "sizes", "wanted")
 
     def __init__(self, groups: SequenceOf[KVGroup], *, enable_prefix_caching: bool) -> None:
         self.wanted = Wanted()
@@ -43,6 +44,7 @@ class KVBlocks:
             BlockManager(g, enable_prefix_caching=enable_prefix_caching, wanted=self.wanted) for g in groups
         )
         self.sizes = tuple(m.block_size for m in self.managers)
+        self.max_tokens = min(m.num_blocks * m.block_size for m in self.managers)  # of one sequence
         self._caching = enable_prefix_caching
         self._match_unit = lcm(*self.sizes)  # a prefix of such a length ends at a block's edge in every group
         self._reserves = tuple(m.num_blocks // 100 for m in self.managers)
@@ -62,9 +64,11 @@ class KVBlocks:
 
     def note_wanted(self, seq: Sequence) -> None:
         """The sequence waits: blocks of its prefix had better stay."""
-        tokens = seq.token_ids
+        if not seq.chains:
+            return
+        seq.run = run = run_of(seq.token_ids)
         for chain in seq.chains:
-            chain.extend(tokens, len(tokens) // chain.block_size)
+            chain.extend(run[len(chain.keys) * chain.block_bytes :])
             if seq.reads_cache:
                 self.wanted.note(seq.seq_id, chain.hashes)
 
@@ -84,8 +88,8 @@ class KVBlocks:
         """The longest computed prefix, token by token. The last token always runs. Holds until blocks are taken."""
         if not seq.reads_cache:
             return NO_MATCH
-        tokens = seq.token_ids
-        limit = len(tokens) - 1
+        limit = len(seq.token_ids) - 1
+        run = seq.run
         found: list[list[int]] = []
         parts: list[int | None] = []
         for manager, size, chain in zip(self.managers, self.sizes, seq.chains, strict=True):
@@ -93,10 +97,8 @@ class KVBlocks:
             reach = len(blocks) * size
             part = None
             if reach < limit:
-                parent = chain.hashes[len(blocks) - 1] if blocks else ROOT_HASH
-                whole = reach + size <= limit
-                following = chain.keys[len(blocks)][1] if whole else tuple(tokens[reach:limit])
-                count, part = manager.match_part(parent, following)
+                following = run[reach * TOKEN_BYTES : min(reach + size, limit) * TOKEN_BYTES]
+                count, part = manager.match_part(chain.parent_of(len(blocks)), following)
                 reach += count
             if not reach:
                 return NO_MATCH
@@ -183,7 +185,9 @@ class KVBlocks:
         for group, manager in enumerate(self.managers):
             chain = seq.chains[group]
             full = computed // manager.block_size
-            chain.extend(tokens, full)
+            known = len(chain.keys)
+            if known < full:
+                chain.extend(run_of(tokens[known * manager.block_size : full * manager.block_size]))
             manager.publish(seq.block_tables[group], chain, seq.num_published[group], full)
             seq.num_published[group] = full
         self._set_publish_at(seq)
@@ -195,8 +199,7 @@ class KVBlocks:
         for manager, size, chain, table in zip(self.managers, self.sizes, seq.chains, seq.block_tables, strict=True):
             full = computed // size
             if full * size < computed:
-                parent = chain.hashes[full - 1] if full else ROOT_HASH
-                manager.publish_tail(table[full], parent, tuple(tokens[full * size : computed]))
+                manager.publish_tail(table[full], chain.parent_of(full), run_of(tokens[full * size : computed]))
 
     def release(self, seq: Sequence) -> None:
         """Gives all blocks back: nothing of the sequence counts as computed any more."""

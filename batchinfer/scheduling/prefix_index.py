@@ -11,126 +11,124 @@ tokens in common with what comes next is found among the children of the last on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from batchinfer.scheduling.branches import Branches
+from batchinfer.scheduling.branches import TOKEN_BYTES, Branches
 
-BlockKey = tuple[int, tuple[int, ...]]
+BlockKey = tuple[int, bytes]
 ROOT_HASH = 0x5EED
 
 
 class PrefixChain:
     """Keys of a token list's full blocks, made once and as far as needed.
 
-    Block i holds tokens i*block_size .. (i+1)*block_size; keys[i] = (hashes[i-1], those tokens) and
+    Block i holds tokens i*block_size .. (i+1)*block_size; keys[i] = (hashes[i-1], those tokens as a run) and
     hashes[i] = hash(keys[i]). Tokens before the chain's end must not change afterwards.
     """
 
-    __slots__ = ("block_size", "hashes", "keys")
+    __slots__ = ("block_bytes", "block_size", "hashes", "keys")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self.block_bytes = block_size * TOKEN_BYTES
         self.hashes: list[int] = []
         self.keys: list[BlockKey] = []
 
-    def extend(self, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Makes the keys of the first `num_blocks` blocks; all of their tokens must be there."""
-        hashes, keys, size = self.hashes, self.keys, self.block_size
-        done = len(keys)
-        if done >= num_blocks:
-            return
+    def extend(self, run: bytes) -> None:
+        """Makes the keys of the full blocks of a run that begins where the chain ends."""
+        hashes, keys, size = self.hashes, self.keys, self.block_bytes
         parent = hashes[-1] if hashes else ROOT_HASH
-        for start in range(done * size, num_blocks * size, size):
-            key = (parent, tuple(token_ids[start : start + size]))
+        for stop in range(size, len(run) + 1, size):
+            key = (parent, run[stop - size : stop])
             parent = hash(key)
             keys.append(key)
             hashes.append(parent)
 
+    def parent_of(self, place: int) -> int:
+        """Hash of the key before that of block `place`."""
+        return self.hashes[place - 1] if place else ROOT_HASH
+
 
 class PrefixIndex:
-    """Published blocks by key: full ones by their hash, and what every one of them holds behind which parent.
+    """Published blocks by key, and the keys behind each parent.
 
     A block has at most one key and a key at most one block. A key with fewer tokens than a block has is a tail: the
     filled part of a block, which its sequence may go on writing behind.
     """
 
-    __slots__ = ("_block_of", "_branches", "_hash_of", "_key_of")
+    __slots__ = ("_block_bytes", "_block_of", "_branches", "key_of")
 
-    def __init__(self, num_blocks: int) -> None:
-        self._block_of: dict[int, int] = {}  # hash of key -> full block
-        self._hash_of: list[int | None] = [None] * num_blocks  # of full blocks
-        self._key_of: list[BlockKey | None] = [None] * num_blocks
-        self._branches: Branches[int] = Branches()
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._block_of: dict[BlockKey, int] = {}
+        self.key_of: list[BlockKey | None] = [None] * num_blocks  # to look at
+        self._branches = Branches()
 
-    def __len__(self) -> int:
-        """Full blocks."""
-        return len(self._block_of)
-
-    def holds(self, block: int) -> bool:
-        return self._key_of[block] is not None
-
-    def hash_of(self, block: int) -> int | None:
-        """Hash of a full block's key; None for a tail, and where there is no key."""
-        return self._hash_of[block]
+    def num_full(self) -> int:
+        """Full blocks; counts them."""
+        return sum(len(run) == self._block_bytes for _, run in self._block_of)
 
     def match(self, chain: PrefixChain, max_blocks: int) -> list[int]:
         """Published full blocks of the longest prefix of the chain, at most `max_blocks` of them."""
-        block_of, key_of = self._block_of, self._key_of
+        block_of = self._block_of
         blocks: list[int] = []
-        for value, key in zip(chain.hashes[:max_blocks], chain.keys, strict=False):
-            block = block_of.get(value)
-            if block is None or key_of[block] != key:
+        for key in chain.keys[:max_blocks]:
+            block = block_of.get(key)
+            if block is None:
                 break
             blocks.append(block)
         return blocks
 
-    def match_part(self, parent: int, tokens: tuple[int, ...]) -> tuple[int, int | None]:
+    def match_part(self, parent: int, run: bytes) -> tuple[int, int | None]:
         """(leading tokens, a block behind this parent whose first slots hold them), or (0, None)."""
-        return self._branches.longest(parent, tokens)
+        count, found = self._branches.longest(parent, run)
+        return count, self._block_of[parent, found] if count else None
 
-    def publish(self, block: int, value: int, key: BlockKey) -> bool:
-        """Files a computed full block. False where another block has that hash already: the block stays private."""
-        if self._key_of[block] is not None:
-            assert self._hash_of[block] is None, f"block {block} is published twice"
-            self.drop(block)  # it was a tail until now
-        if value in self._block_of:
-            return False
-        self._block_of[value] = block
-        self._hash_of[block] = value
-        self._key_of[block] = key
-        self._branches.add(key[0], key[1], block)
-        return True
+    def publish(self, blocks: Iterable[int], keys: Iterable[BlockKey]) -> None:
+        """Files computed full blocks. One whose key another block has already stays private."""
+        block_of, key_of, branches = self._block_of, self.key_of, self._branches
+        after = branches.after
+        for block, key in zip(blocks, keys, strict=True):
+            tail = key_of[block]
+            if tail is not None:  # until now
+                assert len(tail[1]) < self._block_bytes, f"block {block} is published twice"
+                self.drop((block,))
+            if block_of.setdefault(key, block) != block:
+                continue
+            key_of[block] = key
+            parent, run = key
+            if after.setdefault(parent, run) is not run:
+                branches.add(parent, run)
 
-    def publish_tail(self, block: int, key: BlockKey) -> bool:
-        """Files the filled part of a block. False where other blocks hold it already: the block stays private."""
-        assert self._key_of[block] is None, f"block {block} is published twice"
-        parent, tokens = key
-        if self._branches.longest(parent, tokens)[0] == len(tokens):
-            return False
-        self._key_of[block] = key
-        self._branches.add(parent, tokens, block)
-        return True
+    def publish_tail(self, block: int, key: BlockKey) -> None:
+        """Files the filled part of a block. Where other blocks hold all of it already it stays private."""
+        assert self.key_of[block] is None, f"block {block} is published twice"
+        parent, run = key
+        if self._branches.longest(parent, run)[0] * TOKEN_BYTES < len(run):
+            self._block_of[key] = block
+            self.key_of[block] = key
+            self._branches.add(parent, run)
 
-    def drop(self, block: int) -> None:
-        """Forgets what the block held; must come before its slots are written for another prefix."""
-        key = self._key_of[block]
-        if key is not None:
-            self._key_of[block] = None
-            self._branches.remove(key[0], key[1], block)
-            value = self._hash_of[block]
-            if value is not None:
-                self._hash_of[block] = None
-                del self._block_of[value]
+    def drop(self, blocks: Iterable[int]) -> None:
+        """Forgets what the blocks held; must come before their slots are written for another prefix."""
+        block_of, key_of, branches = self._block_of, self.key_of, self._branches
+        after = branches.after
+        for block in blocks:
+            key = key_of[block]
+            if key is not None:
+                key_of[block] = None
+                del block_of[key]
+                parent, run = key
+                if after[parent] is run:
+                    del after[parent]
+                else:
+                    branches.remove(parent, run)
 
     def check(self) -> None:
         """Asserts that the index and the blocks' keys mirror each other."""
-        for value, block in self._block_of.items():
-            key = self._key_of[block]
-            assert key is not None, f"hash {value} points at block {block}, which has no key"
-            assert self._hash_of[block] == value == hash(key), f"stale hash on block {block}"
-        hashed = sum(value is not None for value in self._hash_of)
-        assert hashed == len(self._block_of), f"{hashed} blocks have hashes, {len(self._block_of)} are in the index"
-        branches = {block: (parent, tokens) for parent, tokens, block in self._branches}
-        keys = {block: key for block, key in enumerate(self._key_of) if key is not None}
-        assert branches == keys, "branches and keys differ"
+        keys = {block: key for block, key in enumerate(self.key_of) if key is not None}
+        assert {block: key for key, block in self._block_of.items()} == keys, "the index and the blocks' keys differ"
+        assert len(self._block_of) == len(keys), "a block has two keys"
+        assert all(0 < len(run) <= self._block_bytes for _, run in self._block_of), "a key that is no block's"
+        assert sorted(self._branches) == sorted(self._block_of), "branches and keys differ"
         self._branches.check()

@@ -266,10 +266,12 @@ class Scheduler:
         gains: list[int] = []
         lacks_blocks = False
         examined = 0
-        while budget > 0 and waiting and self.num_running < self.max_num_seqs and examined < MAX_EXAMINED_PER_STEP:
+        num_left = self.max_num_seqs - self.num_running
+        while budget > 0 and waiting and num_left > 0 and examined < MAX_EXAMINED_PER_STEP:
             seq = waiting[0]
-            never = blocks.never_fits(seq)
-            if never is not None:
+            if len(seq.token_ids) > blocks.max_tokens:
+                never = blocks.never_fits(seq)
+                assert never is not None
                 waiting.popleft()
                 self._fail(seq, never)
                 continue
@@ -292,6 +294,7 @@ class Scheduler:
                 lacks_blocks = True
                 break
             waiting.popleft()
+            num_left -= 1
             budget -= self._take_prefill(seq, budget, chunks, scheduled)
         if deferred:
             if budget > 0 and not lacks_blocks and not self._is_worth_waiting(gains):
@@ -408,11 +411,12 @@ class Scheduler:
             seq.num_computed += length
             if seq.copies:
                 self._blocks.copied(seq)
+            if chunk.num_logits and self.enable_prefix_caching:
+                self._let_wait_no_longer(self._holdback.end(seq))
             if seq.num_computed >= seq.publish_at:
                 self._publish(seq)
             if chunk.num_logits:
                 if self.enable_prefix_caching:
-                    self._holdback.end_tail(seq)
                     self._blocks.publish_tail(seq)
                 self.num_generated_tokens += 1
                 seq.status = Status.DECODING
@@ -451,21 +455,19 @@ class Scheduler:
     def _publish(self, seq: Sequence) -> None:
         before = self._blocks.publish(seq)
         if self._holdback:
-            self._end_holdback(seq, before, seq.num_published[0])
+            self._let_wait_no_longer(self._holdback.go_on(seq, before))
 
     # ---------------------------------------------------------------- small parts
 
-    def _end_holdback(self, seq: Sequence, start: int, stop: int) -> None:
-        """These blocks are published, or given up: whoever waits for one of them is looked at again."""
-        released = self._holdback.end(seq, start, stop)
-        if released:
-            self._waiting.extendleft(reversed(released))
+    def _let_wait_no_longer(self, held: list[Sequence]) -> None:
+        """What they wait for is published, or given up: they are looked at again."""
+        if held:
+            self._waiting.extendleft(reversed(held))
 
     def _release(self, seq: Sequence) -> None:
         """Gives all blocks back."""
-        if seq.num_published and seq.status is Status.PREFILLING:
-            self._holdback.end_tail(seq)
-            self._end_holdback(seq, seq.num_published[0], len(seq.chains[0].keys))
+        if seq.status is Status.PREFILLING and self.enable_prefix_caching:
+            self._let_wait_no_longer(self._holdback.end(seq))
         self._blocks.release(seq)
 
     def _retire(self, seq: Sequence) -> None:
@@ -501,7 +503,7 @@ class Scheduler:
         ]
         check_queues(queues, self._seqs)
         check_blocks(self._prefilling + self._decoding, waiting + held, self._blocks.managers)
-        self._holdback.check()
+        self._holdback.check(self._prefilling)
         self._blocks.wanted.check(seq.seq_id for seq in waiting + held)
 
 

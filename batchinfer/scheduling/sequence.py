@@ -38,6 +38,7 @@ class Sequence:
     reads_cache        False where every prompt position must run, as for prompt logprobs
     num_computed       tokens whose KV is in its blocks:  0 <= num_computed < len(token_ids)
     num_slots          token slots of its blocks (of the group that has fewest)
+    run                all token ids, as a run (`branches`), when it last began to wait; empty without a cache
     copies             blocks to be copied before its next chunk; their sources are held until that step is committed
     publish_at         value of num_computed at which a block of some group becomes full; NEVER without a cache
     owner              whatever the engine keeps with it
@@ -64,6 +65,7 @@ class Sequence:
         "prompt_logprobs",
         "publish_at",
         "reads_cache",
+        "run",
         "sample_index",
         "sample_key",
         "sampling",
@@ -104,6 +106,7 @@ class Sequence:
         self.status = Status.WAITING
         self.num_computed = 0
         self.num_slots = 0
+        self.run = b""
         self.publish_at = NEVER
         self.block_tables: tuple[list[int], ...] = ()
         self.chains: tuple[PrefixChain, ...] = ()

@@ -37,8 +37,8 @@ class Wanted:
         """The sequence waits no longer."""
         self._waiting.discard(seq_id)
 
-    def __contains__(self, value: int | None) -> bool:
-        return value is not None and self._last.get(value) in self._waiting
+    def __contains__(self, value: int) -> bool:
+        return self._last.get(value) in self._waiting
 
     def __len__(self) -> int:
         """Hashes that are kept, of sequences that wait and of others that are not forgotten yet."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from batchinfer.scheduling import BlockManager, PrefixChain
+from batchinfer.scheduling.branches import run_of
 from batchinfer.types.step import KVGroup
 
 SIZE = 4
@@ -21,7 +22,7 @@ def manager_of(num_blocks: int, **options: bool) -> BlockManager:
 
 def chain_of(tokens: list[int]) -> PrefixChain:
     chain = PrefixChain(SIZE)
-    chain.extend(tokens, len(tokens) // SIZE)
+    chain.extend(run_of(tokens))
     return chain
 
 
@@ -149,10 +150,10 @@ class Blocks(RuleBasedStateMachine):
     def publish(self, which: int, upto: int) -> None:
         tokens, chain, table = self.live[which % len(self.live)]
         for i in range(min(upto, len(chain.keys))):
-            if self.manager.match(chain, i + 1)[i:] or self.manager._index.holds(table[i]):
+            if self.manager.match(chain, i + 1)[i:] or self.holds(table[i]):
                 continue
             self.manager.publish(table, chain, i, i + 1)
-            if self.manager._index.holds(table[i]):
+            if self.holds(table[i]):
                 self.content[table[i]] = tokens[: (i + 1) * SIZE]
 
     @precondition(lambda self: self.live)
@@ -162,8 +163,11 @@ class Blocks(RuleBasedStateMachine):
         self.manager.release(table)
         assert table == []
 
+    def holds(self, block: int) -> bool:
+        return self.manager._index.key_of[block] is not None
+
     @invariant()
-    def holds(self) -> None:
+    def is_right(self) -> None:
         self.manager.check([table for _, _, table in self.live])
 
 
