@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ class FakeRunner:
         self._crash_token, self._raise_token, self._nan_token = crash_token, raise_token, nan_token
         self._has_faults = any(token is not None for token in (crash_token, raise_token, nan_token))
         self._max_step_tokens = max_step_tokens
-        self._kv = [[-1] * (g.num_blocks * g.block_size) for g in self.kv_groups]
+        self._kv = [array("q", [-1]) * (g.num_blocks * g.block_size) for g in self.kv_groups]
         self._traces: dict[int, _Trace] = {}
 
     @classmethod
@@ -148,14 +149,11 @@ class FakeRunner:
             chunks = tuple(chunk for chunk in chunks if chunk.seq_id not in errors)
         kv, size = self._kv[0], self.kv_groups[0].block_size
         eos, eos_below = self._eos, self._eos_below
-        num_tokens = 0
         for chunk in chunks:
             seq_id, start, ids, tables, num_logits = chunk
-            count = len(ids)
-            num_tokens += count
             trace = traces[seq_id]
             hashes = trace.hashes
-            if not (count == 1 == num_logits and trace.plain and 0 < start == trace.end == len(hashes)):
+            if not (len(ids) == 1 == num_logits and trace.plain and 0 < start == trace.end == len(hashes)):
                 self._run(chunk, trace, token_ids, logprobs, prompt_logprobs)
                 continue
             # What `_run` does, for the chunks that nearly all are: the next token of a plain sequence.
@@ -188,7 +186,7 @@ class FakeRunner:
             token = eos if mixed % _EOS_UNITS < eos_below else _FIRST_TOKEN + (mixed >> 20) % _NUM_TOKENS
             token_ids[seq_id] = (token,)
         self.num_steps += 1
-        self.num_tokens += num_tokens
+        self.num_tokens += sum([len(chunk.token_ids) for chunk in chunks])
         return StepResult(token_ids, logprobs, prompt_logprobs, errors)
 
     def _run(
@@ -312,7 +310,7 @@ class _Trace:
     def __init__(self, spec: SequenceSpec, plain: bool, num_groups: int) -> None:
         self.spec = spec
         self.plain = plain
-        self.hashes: list[int] = []
+        self.hashes = array("q")
         self.end = 0
         self.last_blocks = [-1] * num_groups
 
@@ -322,9 +320,9 @@ class _Trace:
         hashes += _roll(hashes[-1] if hashes else _START, self.spec.prompt_token_ids[len(hashes) : stop])
 
 
-def _roll(state: int, tokens: Sequence[int]) -> list[int]:
+def _roll(state: int, tokens: Sequence[int]) -> array[int]:
     """The rolling hash after each of the tokens, from that before them."""
-    return [state := (state * _FACTOR + token) & _MASK for token in tokens]
+    return array("q", [state := (state * _FACTOR + token) & _MASK for token in tokens])
 
 
 def expected_output(
@@ -334,7 +332,7 @@ def expected_output(
     `num_tokens` of them, or up to and including EOS."""
     spec = SequenceSpec(seq_id=0, prompt_token_ids=prompt, sampling=sampling, sample_key=sample_key)
     size = runner.kv_groups[0].block_size
-    states: list[int] = []
+    states = array("q")
     tokens = list(prompt)
     while len(tokens) < len(prompt) + num_tokens:
         states += _roll(states[-1] if states else _START, tokens[len(states) :])
@@ -347,7 +345,7 @@ def expected_output(
     return tokens[len(prompt) :]
 
 
-def _check_prefix(seq_id: int, kv: list[int], size: int, table: Sequence[int], hashes: list[int], stop: int) -> None:
+def _check_prefix(seq_id: int, kv: array[int], size: int, table: Sequence[int], hashes: array[int], stop: int) -> None:
     for start in range(0, stop, size):
         end = min(start + size, stop)
         first = table[start // size] * size
@@ -362,7 +360,7 @@ def _wrong_slot(seq_id: int, position: int, block: int) -> EngineError:
     )
 
 
-def _write(kv: list[int], table: Sequence[int], size: int, start: int, states: list[int]) -> None:
+def _write(kv: array[int], table: Sequence[int], size: int, start: int, states: array[int]) -> None:
     done, total = 0, len(states)
     while done < total:
         offset = (start + done) % size
