@@ -136,13 +136,16 @@ class RowFeed:
         start, stop = lease.begun_range(count)
         self._report({"t": "begun", "lease": lease.lease, "start": start, "stop": stop})  # before it can kill us
         rows = lease.rows
-        params = rows.params
-        for position in lease.begin(count).tolist():
-            index = position - lease.start
-            own = None if params is None else params[index].as_py()
+        params, all_tokens = rows.params, rows.tokens
+        positions = lease.begin(count)
+        indices = positions - lease.start
+        chunks, numbers = rows.chunks[indices].tolist(), rows.rows[indices].tolist()
+        starts, stops = rows.offsets[indices].tolist(), rows.offsets[indices + 1].tolist()
+        for i, position in enumerate(positions.tolist()):
+            own = None if params is None else params[position - lease.start].as_py()
             sampling = self._settings.get(own) or self._settings_of(own)
-            tokens = rows.token_ids(index)
-            chunk, row = int(rows.chunks[index]), int(rows.rows[index])
+            tokens = all_tokens[starts[i] : stops[i]]
+            chunk, row = chunks[i], numbers[i]
             key = (tokens.tobytes(), own) if sampling.greedy else None
             last = self._last
             if key is not None and last is not None and last.key == key and last.lease is lease:

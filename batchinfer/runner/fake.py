@@ -98,6 +98,7 @@ class FakeRunner:
         self._has_faults = any(token is not None for token in (crash_token, raise_token, nan_token))
         self._max_step_tokens = max_step_tokens
         self._kv = [array("q", [-1]) * (g.num_blocks * g.block_size) for g in self.kv_groups]
+        self._groups = [(i, kv, self.kv_groups[i].block_size) for i, kv in enumerate(self._kv)]
         self._traces: dict[int, _Trace] = {}
 
     @classmethod
@@ -200,14 +201,13 @@ class FakeRunner:
         """Any chunk: checks what it reads, writes its slots, samples. Adds to the results."""
         seq_id, start, ids, tables, num_logits = chunk
         end = start + len(ids)
-        hashes, last_blocks = trace.hashes, trace.last_blocks
-        if len(hashes) < start:
-            trace.extend(start)
-        states = _roll(hashes[start - 1] if start else _START, ids)
+        spec, hashes, last_blocks = trace.spec, trace.hashes, trace.last_blocks
+        if ids == spec.prompt_token_ids[start:end]:
+            states = hashes[start:end]
+        else:
+            states = hashes[start:end] = _roll(hashes[start - 1] if start else _START, ids)
         state = states[-1]
-        hashes[start:end] = states
-        groups = [(i, kv, self.kv_groups[i].block_size) for i, kv in enumerate(self._kv)]
-        for group, kv, size in groups:
+        for group, kv, size in self._groups:
             table = tables[group]
             if start:
                 place, offset = divmod(start - 1, size)
@@ -219,7 +219,6 @@ class FakeRunner:
             last_blocks[group] = table[(end - 1) // size]
             _write(kv, table, size, start, states)
         trace.end = end
-        spec = trace.spec
         sampling = spec.sampling
         if sampling.prompt_logprobs is not None:
             prompt = spec.prompt_token_ids
@@ -228,7 +227,7 @@ class FakeRunner:
             ]
         if num_logits:
             mixed = state
-            for group, kv, size in groups:
+            for group, kv, size in self._groups:
                 if end >= size:
                     place = state % (end // size)
                     block = tables[group][place]
@@ -302,22 +301,18 @@ class FakeRunner:
 
 
 class _Trace:
-    """What a sequence's slots must hold. hashes[p] is the rolling hash of tokens 0 .. p, `end` where its last chunk
-    ended, `last_blocks` in which block that was, by group. `plain` see `FakeRunner._is_plain`."""
+    """What a sequence's slots must hold. hashes[p] is the rolling hash of tokens 0 .. p, for all of the prompt and what
+    else has run; `end` where its last chunk ended, `last_blocks` in which block that was, by group. `plain` see
+    `FakeRunner._is_plain`."""
 
     __slots__ = ("end", "hashes", "last_blocks", "plain", "spec")
 
     def __init__(self, spec: SequenceSpec, plain: bool, num_groups: int) -> None:
         self.spec = spec
         self.plain = plain
-        self.hashes = array("q")
+        self.hashes = _roll(_START, spec.prompt_token_ids)
         self.end = 0
         self.last_blocks = [-1] * num_groups
-
-    def extend(self, stop: int) -> None:
-        """Hashes up to `stop`, of tokens that came from a cache: output has been run by this sequence before."""
-        hashes = self.hashes
-        hashes += _roll(hashes[-1] if hashes else _START, self.spec.prompt_token_ids[len(hashes) : stop])
 
 
 def _roll(state: int, tokens: Sequence[int]) -> array[int]:

@@ -89,14 +89,26 @@ class Branches:
             best = num_common(runs, run)
             return (best, runs) if best else (0, b"")
         place = bisect_left(runs, run)
-        best = before = 0
+        best, found = 0, b""
+        if place:
+            before = runs[place - 1]
+            best = num_common(before, run)
+            if best:
+                found = before
         if place < len(runs):
-            best = num_common(runs[place], run)
-        if place and best * TOKEN_BYTES < len(run):
-            before = num_common(runs[place - 1], run)
-        if before > best:
-            return before, runs[place - 1]
-        return (best, runs[place]) if best else (0, b"")
+            behind = runs[place]
+            more = (best + 1) * TOKEN_BYTES
+            if len(run) >= more and behind.startswith(run[:more]):
+                return num_common(behind, run), behind
+        return best, found
+
+    def any_begins_with(self, parent: int, head: bytes) -> bool:
+        """Whether a run behind this parent begins with that one."""
+        runs = self.after.get(parent, b"")
+        if isinstance(runs, bytes):
+            return runs.startswith(head)
+        place = bisect_left(runs, head)
+        return place < len(runs) and runs[place].startswith(head)
 
     def check(self) -> None:
         for runs in self.after.values():

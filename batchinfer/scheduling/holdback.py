@@ -55,16 +55,20 @@ class Holdback:
 
     def reach(self, seq: Sequence, matched: int) -> int:
         """Tokens of the prefix that will be computed once what is under way has been; the first `matched` are."""
-        chain, computing = seq.chains[0], self._computing
-        after = computing.after
+        chain, run, computing = seq.chains[0], seq.run, self._computing
+        after, size = computing.after, chain.block_size
         limit = (len(seq.token_ids) - 1) * TOKEN_BYTES
-        reach, parent = matched, ROOT_HASH
-        for place in range(matched // chain.block_size + 1):
-            if place:
-                parent = chain.hashes[place - 1]
+        last = matched // size
+        reach = matched
+        parent = ROOT_HASH
+        for place in range(last + 1):
             if parent in after:
-                count, _ = computing.longest(parent, seq.run[place * chain.block_bytes : limit])
-                reach = max(reach, place * chain.block_size + count)
+                start = place * chain.block_bytes
+                # Those behind an earlier block than the last that is matched are seldom this one's.
+                if place == last or computing.any_begins_with(parent, run[start : last * chain.block_bytes]):
+                    reach = max(reach, place * size + computing.longest(parent, run[start:limit])[0])
+            if place < last:
+                parent = chain.hashes[place]
         return reach
 
     def hold(self, seq: Sequence, reach: int) -> None:

@@ -36,7 +36,7 @@ NO_MATCH = PrefixMatch(0, (), ())
 class KVBlocks:
     """One block manager for each group; `sizes` are their block sizes."""
 
-    __slots__ = ("_caching", "_match_unit", "_reserves", "managers", "max_tokens", "sizes", "wanted")
+    __slots__ = ("_caching", "_match_unit", "_one_group", "_reserves", "managers", "max_tokens", "sizes", "wanted")
 
     def __init__(self, groups: SequenceOf[KVGroup], *, enable_prefix_caching: bool) -> None:
         self.wanted = Wanted()
@@ -45,6 +45,7 @@ class KVBlocks:
         )
         self.sizes = tuple(m.block_size for m in self.managers)
         self.max_tokens = min(m.num_blocks * m.block_size for m in self.managers)  # of one sequence
+        self._one_group = len(self.sizes) == 1
         self._caching = enable_prefix_caching
         self._match_unit = lcm(*self.sizes)  # a prefix of such a length ends at a block's edge in every group
         self._reserves = tuple(m.num_blocks // 100 for m in self.managers)
@@ -216,6 +217,9 @@ class KVBlocks:
     # Written out, since both run once or more for every row.
 
     def _set_publish_at(self, seq: Sequence) -> None:
+        if self._one_group:
+            seq.publish_at = (seq.num_published[0] + 1) * self.sizes[0]
+            return
         nearest = NEVER
         for published, size in zip(seq.num_published, self.sizes, strict=True):
             end = (published + 1) * size
@@ -224,6 +228,9 @@ class KVBlocks:
         seq.publish_at = nearest
 
     def _update_slots(self, seq: Sequence) -> None:
+        if self._one_group:
+            seq.num_slots = len(seq.block_tables[0]) * self.sizes[0]
+            return
         fewest = NEVER
         for table, size in zip(seq.block_tables, self.sizes, strict=True):
             slots = len(table) * size

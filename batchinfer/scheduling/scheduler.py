@@ -345,11 +345,7 @@ class Scheduler:
                 self.num_copied_tokens += matched % self._blocks.sizes[0]
             self._specs.append(
                 SequenceSpec(
-                    seq_id=seq.seq_id,
-                    prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-                    sampling=seq.sampling,
-                    sample_key=seq.sample_key,
-                    stop_token_ids=seq.stop_ids,
+                    seq.seq_id, seq.token_ids[: seq.num_prompt_tokens], seq.sampling, seq.sample_key, seq.stop_ids
                 )
             )
         if self.enable_prefix_caching:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from batchinfer.errors import ConfigError
 from batchinfer.types.rows import RowError
@@ -123,9 +123,8 @@ class SamplingParams:
 SAMPLING_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(SamplingParams))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt for the engine.
+class Request(NamedTuple):
+    """One prompt for the engine. (A named tuple is made in a third of the time that a frozen dataclass takes.)
 
     stream_key      64-bit key of the row's random stream (`types.streams`)
     eos_token_ids   the model's end tokens, from all sources; ignored under `sampling.ignore_eos`

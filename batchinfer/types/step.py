@@ -27,12 +27,14 @@ class KVGroup:
     window: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSpec:
+class SequenceSpec(NamedTuple):
     """What a runner must know of a sequence to sample for it. Sent once, in the step that first runs it.
 
     sample_key      64-bit key of this sample's random stream (`types.streams.sample_key`)
     stop_token_ids  EOS and user stop ids that are masked before `sampling.min_tokens` output tokens
+
+    A named tuple, as are `Chunk` and `BlockCopy`: one or more are made for every row, and a frozen dataclass takes
+    three times as long.
     """
 
     seq_id: int
@@ -49,8 +51,6 @@ class Chunk(NamedTuple):
                   The lists are the scheduler's own: a runner reads them during `execute` and keeps no reference.
     num_logits    how many of the chunk's last positions are sampled: 0 for an inner prefill chunk, 1 for the
                   chunk that reaches the sequence's end, 1 + k to verify k drafted tokens.
-
-    A named tuple, since one is made for every token that is generated: a frozen dataclass takes three times as long.
     """
 
     seq_id: int
@@ -60,8 +60,7 @@ class Chunk(NamedTuple):
     num_logits: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(NamedTuple):
     """A block of one KV group to be copied into another before a step's chunks run.
 
     So a prefix that ends inside a block is shared: the chunk that starts there attends to the copied slots before
