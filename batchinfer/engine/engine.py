@@ -368,7 +368,7 @@ def _completed(row: _Row) -> RequestOutput:
     return RequestOutput(
         request_id=row.request.request_id,
         prompt_token_ids=row.request.prompt_token_ids,
-        outputs=tuple(_sample(seq, text) for seq, text in ended),
+        outputs=tuple([_sample(seq, text) for seq, text in ended]),
         prompt_logprobs=None if first.prompt_logprobs is None else tuple(first.prompt_logprobs),
         num_cached_tokens=max(first.num_cached_tokens, 0),
     )

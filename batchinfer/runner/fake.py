@@ -184,8 +184,10 @@ class FakeRunner:
                 mixed ^= found
             mixed = (mixed ^ (mixed >> 29)) * _STIR
             mixed ^= mixed >> 31
-            token = eos if mixed % _EOS_UNITS < eos_below else _FIRST_TOKEN + (mixed >> 20) % _NUM_TOKENS
-            token_ids[seq_id] = (token,)
+            if eos_below and mixed % _EOS_UNITS < eos_below:
+                token_ids[seq_id] = (eos,)
+            else:
+                token_ids[seq_id] = (_FIRST_TOKEN + (mixed >> 20) % _NUM_TOKENS,)
         self.num_steps += 1
         self.num_tokens += sum([len(chunk.token_ids) for chunk in chunks])
         return StepResult(token_ids, logprobs, prompt_logprobs, errors)

@@ -99,33 +99,31 @@ class BlockManager:
 
     def allocate(self, count: int, table: list[int]) -> None:
         """Appends `count` blocks without a key to the table; the caller made sure that they are available."""
-        free, idle, num_refs = self._free, self._idle, self._num_refs
-        start = len(table)
-        evicted: list[int] = []
-        for _ in range(count):
-            if not free or len(idle) > MAX_IDLE:
-                block = self._oldest_unwanted()
-                if block is None and not free:
-                    block = self._kept.popitem(last=False)[0]
-                if block is not None:
-                    evicted.append(block)
-                    table.append(block)
-                    continue
-            table.append(free.pop())
-        if evicted:
-            self.num_evictions += len(evicted)
-            self._index.drop(evicted)
-        for block in table[start:]:
+        free, num_refs = self._free, self._num_refs
+        blocks: list[int] = []
+        if len(free) < count or len(self._idle) > MAX_IDLE:
+            self._evict(count, blocks)
+        while len(blocks) < count:
+            blocks.append(free.pop())
+        for block in blocks:
             num_refs[block] = 1
+        table += blocks
 
-    def _oldest_unwanted(self) -> int | None:
-        idle, key_of, wanted = self._idle, self._key_of, self._wanted
-        while idle:
+    def _evict(self, count: int, blocks: list[int]) -> None:
+        """Takes idle blocks, oldest first, while it must: while too many are idle, or none is free."""
+        idle, kept, key_of = self._idle, self._kept, self._key_of
+        last, waiting = self._wanted.last, self._wanted.waiting
+        num_free = len(self._free)
+        while idle and len(blocks) < count and (len(idle) > MAX_IDLE or len(blocks) + num_free < count):
             block = idle.popitem(last=False)[0]
-            if hash(key_of[block]) not in wanted:
-                return block
-            self._kept[block] = None
-        return None
+            if last.get(hash(key_of[block])) in waiting:
+                kept[block] = None
+            else:
+                blocks.append(block)
+        while len(blocks) + num_free < count:
+            blocks.append(kept.popitem(last=False)[0])
+        self.num_evictions += len(blocks)
+        self._index.drop(blocks)
 
     def publish(self, table: list[int], chain: PrefixChain, start: int, stop: int) -> None:
         """Makes blocks `start .. stop` of a sequence, all of whose tokens have been computed, available to others."""

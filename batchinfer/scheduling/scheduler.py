@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
@@ -220,17 +221,7 @@ class Scheduler:
         self.num_computed_tokens += num_decodes
         self.num_generated_tokens += num_decodes
         if len(scheduled) > num_decodes:
-            self._commit_prefills(plan)
-            for chunk, seq in zip(plan.chunks[num_decodes:], scheduled[num_decodes:], strict=True):
-                if chunk.num_logits and seq.status is decoding:
-                    tokens = seq.token_ids
-                    token = token_ids_of[seq.seq_id][0]
-                    tokens.append(token)
-                    if token in seq.stop_ids and len(tokens) > seq.min_total_tokens:
-                        self._end_by_stop_id(seq, token)
-                    elif len(tokens) >= seq.max_total_tokens:
-                        seq.finish_reason = "length"
-                        done.append(seq)
+            self._commit_prefills(plan, token_ids_of)
         if len(done) > num_done:
             for seq in done[num_done:]:
                 self._retire(seq)
@@ -396,28 +387,39 @@ class Scheduler:
 
     # ---------------------------------------------------------------- commit: parts
 
-    def _commit_prefills(self, plan: StepPlan) -> None:
-        """Counts the computed tokens of prompts and moves sequences whose tokens have all run to decoding."""
+    def _commit_prefills(self, plan: StepPlan, token_ids_of: Mapping[int, SequenceOf[int]]) -> None:
+        """Counts the computed tokens of prompts; sequences whose tokens have all run take their first new one, and
+        decode from now on."""
         moved = False
+        prefilling, caching, done = Status.PREFILLING, self.enable_prefix_caching, self._done
         for chunk, seq in zip(plan.chunks[self._num_decodes :], self._scheduled[self._num_decodes :], strict=True):
-            if seq.status is not Status.PREFILLING:
+            if seq.status is not prefilling:
                 continue
             length = len(chunk.token_ids)
             self.num_computed_tokens += length
-            seq.num_computed += length
+            seq.num_computed = computed = seq.num_computed + length
             if seq.copies:
                 self._blocks.copied(seq)
-            if chunk.num_logits and self.enable_prefix_caching:
+            if not chunk.num_logits:
+                if computed >= seq.publish_at:
+                    self._publish(seq)
+                continue
+            if caching:
                 self._let_wait_no_longer(self._holdback.end(seq))
-            if seq.num_computed >= seq.publish_at:
-                self._publish(seq)
-            if chunk.num_logits:
-                if self.enable_prefix_caching:
-                    self._blocks.publish_tail(seq)
-                self.num_generated_tokens += 1
-                seq.status = Status.DECODING
-                _insert(self._decoding, seq)
-                moved = True
+                if computed >= seq.publish_at:
+                    self._publish(seq)
+                self._blocks.publish_tail(seq)
+            self.num_generated_tokens += 1
+            seq.status = Status.DECODING
+            _insert(self._decoding, seq)
+            moved = True
+            token = token_ids_of[seq.seq_id][0]
+            seq.token_ids.append(token)
+            if token in seq.stop_ids and computed >= seq.min_total_tokens:
+                self._end_by_stop_id(seq, token)
+            elif computed + 1 >= seq.max_total_tokens:
+                seq.finish_reason = "length"
+                done.append(seq)
         if moved:
             self._prefilling = [seq for seq in self._prefilling if seq.status is Status.PREFILLING]
 

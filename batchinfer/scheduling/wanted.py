@@ -16,34 +16,34 @@ class Wanted:
     it runs, those before it run, and hold the block themselves. Sequences are numbers here: an object would be kept
     alive by the blocks that it once wanted."""
 
-    __slots__ = ("_last", "_limit", "_waiting")
+    __slots__ = ("_limit", "last", "waiting")
 
     def __init__(self) -> None:
-        self._last: dict[int, int] = {}
-        self._waiting: set[int] = set()
+        self.last: dict[int, int] = {}
+        self.waiting: set[int] = set()
         self._limit = MIN_HASHES
 
     def note(self, seq_id: int, hashes: Iterable[int]) -> None:
         """The sequence waits, and will ask for these."""
-        last, waiting = self._last, self._waiting
+        last, waiting = self.last, self.waiting
         waiting.add(seq_id)
         last.update(dict.fromkeys(hashes, seq_id))
         if len(last) > self._limit:
             # What others wanted is forgotten now and then, at a cost that is constant for each hash.
-            self._last = {value: other for value, other in last.items() if other in waiting}
-            self._limit = max(MIN_HASHES, 2 * len(self._last))
+            self.last = {value: other for value, other in last.items() if other in waiting}
+            self._limit = max(MIN_HASHES, 2 * len(self.last))
 
     def forget(self, seq_id: int) -> None:
         """The sequence waits no longer."""
-        self._waiting.discard(seq_id)
+        self.waiting.discard(seq_id)
 
     def __contains__(self, value: int) -> bool:
-        return self._last.get(value) in self._waiting
+        return self.last.get(value) in self.waiting
 
     def __len__(self) -> int:
         """Hashes that are kept, of sequences that wait and of others that are not forgotten yet."""
-        return len(self._last)
+        return len(self.last)
 
     def check(self, seq_ids: Iterable[int]) -> None:
         """Asserts that these, at most, are those who wait."""
-        assert self._waiting <= set(seq_ids), "blocks are kept for a sequence that does not wait"
+        assert self.waiting <= set(seq_ids), "blocks are kept for a sequence that does not wait"
