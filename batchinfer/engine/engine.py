@@ -35,6 +35,9 @@ class EngineStats:
     """Counts since the engine was built; times in seconds.
 
     num_cached_tokens      prompt tokens found in the prefix cache at first admission, each sample counted
+    num_prompt_tokens      of all samples that have begun
+    num_copied_tokens      cached ones that were copied out of the middle of a block
+    num_recomputed_tokens  computed, lost to pre-emption and computed again
     num_computed_tokens    run through the model: more than needed where pre-emption made it run them again
     num_clamped_requests   whose max_tokens did not fit into the context behind the prompt
     """
@@ -44,7 +47,10 @@ class EngineStats:
     num_finished: int = 0
     num_errors: int = 0
     num_computed_tokens: int = 0
+    num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_copied_tokens: int = 0
+    num_recomputed_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_clamped_requests: int = 0
@@ -239,7 +245,10 @@ class Engine:
             num_finished=self._num_finished,
             num_errors=self._num_errors,
             num_computed_tokens=scheduler.num_computed_tokens,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
+            num_copied_tokens=scheduler.num_copied_tokens,
+            num_recomputed_tokens=scheduler.num_recomputed_tokens,
             num_generated_tokens=scheduler.num_generated_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_clamped_requests=self._num_clamped,

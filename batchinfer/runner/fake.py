@@ -153,28 +153,27 @@ class FakeRunner:
         for chunk in chunks:
             seq_id, start, ids, tables, num_logits = chunk
             trace = traces[seq_id]
-            hashes = trace.hashes
-            if not (len(ids) == 1 == num_logits and trace.plain and 0 < start == trace.end == len(hashes)):
+            if start != trace.plain_at or len(ids) != 1 or not num_logits:
                 self._run(chunk, trace, token_ids, logprobs, prompt_logprobs)
                 continue
             # What `_run` does, for the chunks that nearly all are: the next token of a plain sequence.
-            table = tables[0]
+            table, hashes, last_blocks = tables[0], trace.hashes, trace.last_blocks
             before = start - 1
             place = before // size
             block = table[place]
             state = hashes[before]
-            if block != trace.last_blocks[0]:
+            if block != last_blocks[0]:
                 _check_prefix(seq_id, kv, size, table, hashes, start)
-                trace.last_blocks[0] = block
+                last_blocks[0] = block
             elif kv[block * size + before % size] != state:
                 raise _wrong_slot(seq_id, before, block)
             state = (state * _FACTOR + ids[0]) & _MASK
             hashes.append(state)
             offset = start % size
             if not offset:
-                trace.last_blocks[0] = block = table[place + 1]
+                last_blocks[0] = block = table[place + 1]
             kv[block * size + offset] = state
-            trace.end = end = start + 1
+            trace.end = trace.plain_at = end = start + 1
             mixed = state
             if end >= size:
                 place = state % (end // size)
@@ -221,6 +220,7 @@ class FakeRunner:
             last_blocks[group] = table[(end - 1) // size]
             _write(kv, table, size, start, states)
         trace.end = end
+        trace.plain_at = end if trace.plain and end == len(hashes) else -1
         sampling = spec.sampling
         if sampling.prompt_logprobs is not None:
             prompt = spec.prompt_token_ids
@@ -305,13 +305,14 @@ class FakeRunner:
 class _Trace:
     """What a sequence's slots must hold. hashes[p] is the rolling hash of tokens 0 .. p, for all of the prompt and what
     else has run; `end` where its last chunk ended, `last_blocks` in which block that was, by group. `plain` see
-    `FakeRunner._is_plain`."""
+    `FakeRunner._is_plain`; `plain_at` is where its next chunk begins, if that is plain too and has never run."""
 
-    __slots__ = ("end", "hashes", "last_blocks", "plain", "spec")
+    __slots__ = ("end", "hashes", "last_blocks", "plain", "plain_at", "spec")
 
     def __init__(self, spec: SequenceSpec, plain: bool, num_groups: int) -> None:
         self.spec = spec
         self.plain = plain
+        self.plain_at = -1
         self.hashes = _roll(_START, spec.prompt_token_ids)
         self.end = 0
         self.last_blocks = [-1] * num_groups
