@@ -289,7 +289,20 @@ def test_samples_share_the_prompt_and_have_streams_of_their_own() -> None:
         assert list(sample.token_ids) == expected
     assert len({sample.token_ids for sample in output.outputs}) == 5
     # 99 tokens once, the last of the prompt and 7 of the output for each sample
-    assert engine.stats().num_computed_tokens == 99 + 5 * (1 + 7)
+    stats = engine.stats()
+    assert stats.num_computed_tokens == 99 + 5 * (1 + 7)
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_copied_tokens) == (5 * 100, 4 * 99, 4 * 3)
+
+
+@pytest.mark.parametrize("num_blocks", [24, 400])
+def test_every_token_that_ran_is_accounted_for(num_blocks: int) -> None:
+    engine = engine_of(FakeRunner(kv_groups=(KVGroup(num_blocks=num_blocks, block_size=4),)))
+    run(engine, *(request(i, f"row {i % 7}", max_tokens=30) for i in range(40)))
+    stats = engine.stats()
+    assert (stats.num_preemptions > 0) == (stats.num_recomputed_tokens > 0) == (num_blocks == 24)
+    begun = stats.num_prompt_tokens - stats.num_cached_tokens
+    last_ones = stats.num_finished  # are not run
+    assert stats.num_computed_tokens == begun + stats.num_generated_tokens - last_ones + stats.num_recomputed_tokens
 
 
 def test_samples_are_in_order_whichever_ends_first() -> None:
