@@ -89,10 +89,12 @@ class RowFeed:
         for output in outputs:
             running = self._running.pop(output.request_id)
             running.outcome = output
-            first, *others = running.rows
-            self._end(running.lease, first[0], ResultRow.of(*first[1:], output))
-            for position, chunk, row in others:
-                self._end(running.lease, position, _equal_row(chunk, row, output))
+            lease, rows = running.lease, running.rows
+            position, chunk, row = rows[0]
+            self._end(lease, position, ResultRow.of(chunk, row, output))
+            if len(rows) > 1:
+                for position, chunk, row in rows[1:]:
+                    self._end(lease, position, _equal_row(chunk, row, output))
         self.sink.flush_if_due()
         self._loop_s += time.perf_counter() - begin
 

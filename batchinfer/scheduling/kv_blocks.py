@@ -90,23 +90,29 @@ class KVBlocks:
         if not seq.reads_cache:
             return NO_MATCH
         limit = len(seq.token_ids) - 1
-        run = seq.run
+        if self._one_group:
+            reach, blocks, part = self._match(0, seq, limit)
+            return PrefixMatch(reach, (blocks,), (part,)) if reach else NO_MATCH
         found: list[list[int]] = []
         parts: list[int | None] = []
-        for manager, size, chain in zip(self.managers, self.sizes, seq.chains, strict=True):
-            blocks = manager.match(chain, limit // size)
-            reach = len(blocks) * size
-            part = None
-            if reach < limit:
-                following = run[reach * TOKEN_BYTES : min(reach + size, limit) * TOKEN_BYTES]
-                count, part = manager.match_part(chain.parent_of(len(blocks)), following)
-                reach += count
-            if not reach:
+        for group in range(len(self.managers)):
+            limit, blocks, part = self._match(group, seq, limit)
+            if not limit:
                 return NO_MATCH
             found.append(blocks)
             parts.append(part)
-            limit = reach
         return PrefixMatch(limit, tuple(found), tuple(parts))
+
+    def _match(self, group: int, seq: Sequence, limit: int) -> tuple[int, list[int], int | None]:
+        """What one group has of the first `limit` tokens: (how many, full blocks, the block that goes on from them)."""
+        manager, size, chain = self.managers[group], self.sizes[group], seq.chains[group]
+        blocks = manager.match(chain, limit // size)
+        reach = len(blocks) * size
+        if reach == limit:
+            return reach, blocks, None
+        following = seq.run[reach * TOKEN_BYTES : min(reach + size, limit) * TOKEN_BYTES]
+        count, part = manager.match_part(chain.parent_of(len(blocks)), following)
+        return reach + count, blocks, part
 
     def allocate(self, seq: Sequence, match: PrefixMatch, *, keep_reserve: bool) -> bool:
         """Blocks for all known tokens, those of the matched prefix among them; `seq.copies` where it ends inside a
