@@ -19,9 +19,10 @@ from batchinfer.modelfiles import ModelFiles
 USER = "user"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
 KERNELS = ("native", "cpu", "reference")
 # Named by the field's users, and refused by name until they are there.
-PLANNED = {"quantization": ("int4", "fp8"), "kv_cache_dtype": ("int8", "fp8")}
+PLANNED = {"quantization": ("int4", "fp8"), "kv_cache_dtype": ("fp8",)}
 VNNI = "this CPU has AVX-512 VNNI"
 
 
@@ -83,7 +84,7 @@ def resolve_arithmetic(
 ) -> Arithmetic:
     """Each option as the user wrote it, or "auto". Raises ConfigError for what is not there or does not go together."""
     _check("model.quantization", quantization, QUANTIZATIONS)
-    _check("model.kv_cache_dtype", kv_cache_dtype, DTYPES)
+    _check("model.kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
     _check("engine.kernels", kernels, KERNELS)
     values: dict[str, str] = {}
     sources: dict[str, str] = {}
@@ -117,7 +118,7 @@ def resolve_arithmetic(
     put(
         "kv_cache_dtype",
         kv_cache_dtype,
-        ("bfloat16", "auto: with int8") if native_int8 else (values["dtype"], "auto: model.dtype"),
+        ("int8", "auto: with int8") if native_int8 else (values["dtype"], "auto: model.dtype"),
     )
     level = _level(machine, used, scheme, values["dtype"]) if on_cpu else None
     sources["instruction_level"] = "auto: this CPU" if on_cpu else "device"

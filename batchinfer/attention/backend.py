@@ -1,8 +1,8 @@
 """Running planned attention: one object per KV group, `plan` once per step, `run` once per layer.
 
 `AttentionBackend` is what a runner needs of one, `make_attention` picks one. `TiledAttention` is plain torch on any
-device, `native.NativeAttention` C over a packed cache in bfloat16. What is computed is said in
-`batchinfer_kernels.reference`.
+device, `native.NativeAttention` C over a packed cache in bfloat16 or int8. What is computed is said in
+`batchinfer_kernels.reference` and `kv8`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from batchinfer_kernels import kv8
 from batchinfer_kernels.cpu import attend_tiles, merge_tiles
 from batchinfer_kernels.native import attention as native_attention
 from batchinfer_kernels.native.attention import TileLayer
@@ -63,7 +64,7 @@ def make_attention(
 ) -> AttentionBackend:
     """Attention with KV caches in kv_dtype: in C where `why_tiled` has nothing against it."""
     if why_tiled(spec, ops, kv_dtype=kv_dtype, block_size=block_size, split_size=split_size) is None:
-        return NativeAttention(spec, block_size=block_size, split_size=split_size)
+        return NativeAttention(spec, block_size=block_size, split_size=split_size, kv_dtype=kv_dtype)
     return TiledAttention(spec, ops, block_size=block_size, split_size=split_size, device=device, kv_dtype=kv_dtype)
 
 
@@ -71,13 +72,18 @@ def why_tiled(spec: AttentionSpec, ops: Ops, *, kv_dtype: torch.dtype, block_siz
     """Why a KV group's attention runs in torch, or None where it runs in C."""
     if ops.backend != "native":
         return f"kernels are {ops.backend}"
-    if kv_dtype != NativeAttention.kv_dtype:
+    if kv_dtype not in native_attention.FORMATS:
         return f"the KV cache is {str(kv_dtype).removeprefix('torch.')}"
     return native_attention.unsuited(head_dim=spec.head_dim, block_size=block_size, split_size=split_size)
 
 
+def kv_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes that a token's key or value of one head takes in a cache."""
+    return head_dim * dtype.itemsize + (kv8.SCALE_BYTES if dtype == torch.int8 else 0)
+
+
 class TiledAttention:
-    """Attention of layers with equal head counts and window, over caches [B, Hk, S, D]."""
+    """Attention of layers with equal head counts and window, over caches [B, Hk, S, D], or rows of `kv8` in int8."""
 
     name = "tiled"
 
@@ -114,7 +120,8 @@ class TiledAttention:
     def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Key and value caches of one layer, not initialised."""
         at = self._shape
-        shape = (num_blocks, at.num_kv_heads, at.block_size, at.head_dim)
+        row_size = kv_bytes(at.head_dim, self.kv_dtype) // self.kv_dtype.itemsize
+        shape = (num_blocks, at.num_kv_heads, at.block_size, row_size)
         k_cache = torch.empty(shape, dtype=self.kv_dtype, device=at.device)
         return k_cache, torch.empty_like(k_cache)
 
@@ -137,7 +144,12 @@ class TiledAttention:
     ) -> Tensor:
         """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe."""
         self._reserve(plan, k_cache)
-        k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
+        dtype = q.dtype
+        if k_cache.dtype == torch.int8:
+            k, v = kv8.to_rows(k, v)
+            q = kv8.turn(q.float())
+        else:
+            k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
         self._ops.kv_write(k, v, k_cache, v_cache, plan.kv_rows, plan.fresh_blocks)
         scaled = q.reshape(-1, spec.head_dim).float() * spec.scale
         out, lse = self._out[: plan.num_rows], self._lse[: plan.num_rows]
@@ -158,12 +170,13 @@ class TiledAttention:
         result = out.index_select(0, plan.result_rows)
         if plan.merged_rows is not None:
             result.index_copy_(0, plan.merged_rows, merge_tiles(out, lse, plan.merged))
-        return result.view(q.shape).to(q.dtype)
+        return result.view(q.shape).to(dtype)
 
     def _reserve(self, plan: AttentionPlan, k_cache: Tensor) -> None:
         device = k_cache.device
-        if self._buffer.numel() < plan.buffer_elements or self._buffer.dtype != k_cache.dtype:
-            self._buffer = torch.empty(plan.buffer_elements, dtype=k_cache.dtype, device=device)
+        elements = plan.buffer_slots * k_cache.shape[3]
+        if self._buffer.numel() < elements or self._buffer.dtype != k_cache.dtype:
+            self._buffer = torch.empty(elements, dtype=k_cache.dtype, device=device)
         if self._out.shape[0] < plan.num_rows or self._out.device != device:
             rows = plan.num_rows + plan.num_rows // 4
             self._out = torch.empty(rows, self._out.shape[1], device=device)

@@ -1,4 +1,4 @@
-"""Planned attention over the packed bfloat16 cache of `batchinfer_kernels.native.attention`.
+"""Planned attention over the packed caches of `batchinfer_kernels.native.attention`.
 
 The same tiles as `backend.TiledAttention`; a layer is one call, which stores keys and values, works through the tiles
 on all threads and merges the splits.
@@ -24,12 +24,14 @@ class NativeAttention:
     """Attention of layers with equal head counts and window. Caches are made by `new_caches`."""
 
     name = "native"
-    kv_dtype = torch.bfloat16
 
-    def __init__(self, spec: AttentionSpec, *, block_size: int, split_size: int) -> None:
+    def __init__(
+        self, spec: AttentionSpec, *, block_size: int, split_size: int, kv_dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         reason = attention.unsuited(head_dim=spec.head_dim, block_size=block_size, split_size=split_size)
         if reason is not None:
             raise ValueError(f"native attention can't be used: {reason}")
+        self.kv_dtype = kv_dtype
         self._shape = AttentionShape(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -45,7 +47,7 @@ class NativeAttention:
 
     def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Key and value caches of one layer, not initialised."""
-        return attention.new_caches(num_blocks, self._shape.num_kv_heads, self._shape.head_dim)
+        return attention.new_caches(num_blocks, self._shape.num_kv_heads, self._shape.head_dim, self.kv_dtype)
 
     def in_c(self, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> TileLayer:
         """A layer as the C code is told of it."""

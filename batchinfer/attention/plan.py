@@ -47,6 +47,7 @@ class AttentionPlan:
     """Index tensors for one KV group and step.
 
     num_rows     rows of all tiles' results
+    buffer_slots  keys, or values, of one head that are gathered at a time, at most
     result_rows  int64 [T * Hq], where each token and head finds its first split's result
     merged_rows  rows of the attention output that see several splits, and in `merged` where the result of each
                  of those is (`cpu.merge_tiles`)
@@ -55,7 +56,7 @@ class AttentionPlan:
 
     slabs: tuple[Slab, ...]
     num_rows: int
-    buffer_elements: int
+    buffer_slots: int
     result_rows: Tensor
     merged_rows: Tensor | None
     merged: list[tuple[Tensor | None, Tensor]]
@@ -68,7 +69,7 @@ def plan_attention(batch: StepBatch, shape: AttentionShape) -> AttentionPlan:
     chunk = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
     positions = batch.starts[chunk] + ranges(batch.lengths)
     tiles = cut_tiles(batch, shape)
-    slabs, tile_row, num_rows, buffer_elements = _make_slabs(batch, shape, tiles, positions)
+    slabs, tile_row, num_rows, buffer_slots = _make_slabs(batch, shape, tiles, positions)
     result_rows, merged_rows, merged = _find_results(shape, tiles, tile_row, positions)
     slots, fresh_blocks = find_slots(batch, shape, chunk, positions)
     head = np.arange(shape.num_kv_heads)
@@ -77,7 +78,7 @@ def plan_attention(batch: StepBatch, shape: AttentionShape) -> AttentionPlan:
     return AttentionPlan(
         slabs=tuple(slabs),
         num_rows=num_rows,
-        buffer_elements=buffer_elements,
+        buffer_slots=buffer_slots,
         result_rows=result_rows,
         merged_rows=merged_rows,
         merged=merged,
@@ -89,12 +90,12 @@ def plan_attention(batch: StepBatch, shape: AttentionShape) -> AttentionPlan:
 def _make_slabs(
     batch: StepBatch, shape: AttentionShape, tiles: Tiles, positions: Ints
 ) -> tuple[list[Slab], Ints, int, int]:
-    """Slabs, the first result row of each tile, the number of result rows, the size of the gather buffer."""
+    """Slabs, the first result row of each tile, the number of result rows, the slots of the gather buffer."""
     heads, size = shape.num_kv_heads, shape.block_size
     last_block = (batch.starts + batch.lengths - 1) // size
     slabs: list[Slab] = []
     tile_row = np.empty(len(tiles.count), dtype=np.int64)
-    num_rows = buffer_elements = 0
+    num_rows = buffer_slots = 0
     for queries, width in sorted(set(zip(tiles.queries.tolist(), tiles.width.tolist(), strict=True))):
         per_query = rows_per_query(shape.row_rule, shape.group, queries)
         row_query, row_head = np.divmod(np.arange(queries * per_query), per_query)
@@ -127,8 +128,8 @@ def _make_slabs(
                 )
             )
             num_rows += len(at) * rows
-            buffer_elements = max(buffer_elements, len(at) * heads * width * shape.head_dim)
-    return slabs, tile_row, num_rows, buffer_elements
+            buffer_slots = max(buffer_slots, len(at) * heads * width)
+    return slabs, tile_row, num_rows, buffer_slots
 
 
 def _find_results(

@@ -34,7 +34,8 @@ EXAMPLES = 3
 # int8 on native kernels.
 EFFICIENCY = 0.4
 INT8_EFFICIENCY = 2.0
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+_SCALE_BYTES = {"int8": 4}  # of a token's key or value of one head
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
         return None
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
-    return int(2 * layers * kv_heads * head_dim * _BYTES.get(dtype, 4))
+    return int(2 * layers * kv_heads * (head_dim * _BYTES.get(dtype, 4) + _SCALE_BYTES.get(dtype, 0)))
 
 
 def num_weights(config: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -68,7 +68,7 @@ class ModelSpec(_Section):
         "and the head in bfloat16. auto: int8 on a CPU with AVX-512 VNNI unless a dtype is given, else none",
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
-        "auto", description="auto: bfloat16 with int8 on native kernels, else the dtype"
+        "auto", description="auto: int8 with quantization int8 on native kernels, else the dtype"
     )
 
 

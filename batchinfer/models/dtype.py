@@ -10,6 +10,7 @@ import torch
 from batchinfer import arithmetic
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_CACHE_DTYPES = DTYPES | {"int8": torch.int8}
 
 
 def resolve_dtype(dtype: str, config: Mapping[str, Any], device: torch.device) -> tuple[torch.dtype, str]:

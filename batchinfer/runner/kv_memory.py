@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchinfer.attention.backend import AttentionBackend
+from batchinfer.attention.backend import AttentionBackend, kv_bytes
 from batchinfer.attention.context import LayerCache
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.errors import ConfigError, OutOfMemory
@@ -41,8 +41,7 @@ class KVLayout:
 
 def bytes_per_block(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block in every layer of every group."""
-    per_token = sum(2 * spec.num_kv_heads * spec.head_dim for spec in specs)
-    return per_token * block_size * dtype.itemsize
+    return block_size * sum(2 * spec.num_kv_heads * kv_bytes(spec.head_dim, dtype) for spec in specs)
 
 
 def free_memory(device: torch.device) -> int:

@@ -23,7 +23,7 @@ from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.models import load_model
-from batchinfer.models.dtype import DTYPES
+from batchinfer.models.dtype import DTYPES, KV_CACHE_DTYPES
 from batchinfer.runner.host import num_cores
 from batchinfer.runner.kv_memory import (
     FREE_SHARE,
@@ -38,7 +38,7 @@ from batchinfer.runner.local import Fact, LocalRunner
 
 CPU_MAX_NUM_SEQS = 64  # products reach their full rate here; more sequences only take memory
 CPU_MAX_NUM_BATCHED_TOKENS = 512
-# int8 products are so fast that what a step costs whatever its size counts; KV in bfloat16 takes half the memory.
+# int8 products are so fast that what a step costs whatever its size counts; KV in int8 takes a quarter of the memory.
 INT8_MAX_NUM_SEQS = 256
 INT8_MAX_NUM_BATCHED_TOKENS = 512
 GPU_MAX_NUM_SEQS = 256
@@ -99,7 +99,7 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
         budget, _source("max_num_batched_tokens", config.max_num_batched_tokens, device)
     )
     layout = KVLayout.of(specs)
-    kv_dtype = DTYPES[arithmetic.kv_cache_dtype]
+    kv_dtype = KV_CACHE_DTYPES[arithmetic.kv_cache_dtype]
     sizes = {"block_size": config.block_size, "split_size": config.split_size}
     group_specs = [specs[layout.group_of_layer.index(group)] for group in range(len(layout.windows))]
     backends = tuple(make_attention(spec, ops, kv_dtype=kv_dtype, device=device, **sizes) for spec in group_specs)

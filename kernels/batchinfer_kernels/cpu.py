@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer_kernels import reference
+from batchinfer_kernels import kv8, reference
 from batchinfer_kernels.probe import RowRule, product
 
 # A product whose output is wider than this (a language model's head) runs in tiles of this many columns: the rate
@@ -95,7 +95,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, fresh_blocks: Tensor) -> None:
-    """`reference.kv_write` by head rows."""
+    """`reference.kv_write` by head rows; also of rows int8 (`kv8.to_rows`)."""
     head_dim = k_cache.shape[3]
     if fresh_blocks.shape[0]:
         v_cache.index_fill_(0, fresh_blocks, 0)
@@ -124,23 +124,23 @@ def attend_tiles(
     """Attention of num_tiles tiles, all of one shape, each to one split: `reference.split_attention`.
 
     Legend: N tiles, Hk KV heads, M query rows of a tile and KV head, Q queries of a tile, W slots covered.
-    q           float32 [T * Hq, D], scaled
-    caches      [B, Hk, S, D]
+    q           float32 [T * Hq, D], scaled; turned where the caches are int8
+    caches      [B, Hk, S, D], or rows int8 [B, Hk, S, R] as in `kv8`; R = D elsewhere
     query_rows  int64 [N * Hk * M], rows of q
     block_rows  int64 [N * Hk * W / S], block * Hk + head
     hidden      bool [N, 1, Q, 1, W], True where a query may not see a slot
     out, lse    float32 [N * Hk * M, D] and [N * Hk * M], written; lse may be None
-    buffer      at least N * Hk * W * D elements of the caches' type, overwritten
+    buffer      at least N * Hk * W * R elements of the caches' type, overwritten
     """
-    head_dim, block_size = k_cache.shape[3], k_cache.shape[2]
+    row_size, block_size = k_cache.shape[3], k_cache.shape[2]
     batch = num_tiles * k_cache.shape[1]
     width = block_rows.shape[0] * block_size // batch
-    shape = (batch, width, head_dim)
-    gathered = buffer[: batch * width * head_dim].view(-1, block_size * head_dim)
+    shape = (batch, width, row_size)
+    gathered = buffer[: batch * width * row_size].view(-1, block_size * row_size)
 
-    torch.index_select(k_cache.view(-1, block_size * head_dim), 0, block_rows, out=gathered)
-    queries = q.index_select(0, query_rows).view(batch, -1, head_dim)
-    scores = torch.bmm(queries, gathered.view(shape).float().transpose(1, 2))
+    torch.index_select(k_cache.view(-1, block_size * row_size), 0, block_rows, out=gathered)
+    queries = q.index_select(0, query_rows).view(batch, -1, q.shape[1])
+    scores = torch.bmm(queries, _numbers(gathered.view(shape)).transpose(1, 2))
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     num_queries = hidden.shape[2]
@@ -152,11 +152,15 @@ def attend_tiles(
     # multiple of SUM_WIDTH has one width only, see `attention.tiles`.)
     piece = math.gcd(width, SUM_WIDTH)
     total = weights.view(batch, -1, width // piece, piece).sum(-1).sum(-1, True)
-    torch.index_select(v_cache.view(-1, block_size * head_dim), 0, block_rows, out=gathered)
-    result = torch.bmm(weights, gathered.view(shape).float())
+    torch.index_select(v_cache.view(-1, block_size * row_size), 0, block_rows, out=gathered)
+    result = torch.bmm(weights, _numbers(gathered.view(shape)))
     torch.div(result, total.clamp(min=1.0), out=out.view(result.shape))
     if lse is not None:
         torch.add(top, total.log_(), out=lse.view(top.shape))
+
+
+def _numbers(rows: Tensor) -> Tensor:
+    return kv8.numbers(rows) if rows.dtype == torch.int8 else rows.float()
 
 
 def merge_tiles(out: Tensor, lse: Tensor, sources: list[tuple[Tensor | None, Tensor]]) -> Tensor:

@@ -71,9 +71,11 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tenso
     For the same reason a token whose key or value is not finite is stored with a value of zero under a key of NaN. Who
     sees it gets NaN through its score; who does not, because it comes later in the sequence, gets nothing of it. Else
     a sick token would spoil those before it in its split, and with them a prefix that other sequences share.
+    (In rows of int8 `kv8.to_rows` has seen to that.)
     """
-    sick = ~(torch.isfinite(k) & torch.isfinite(v)).all(-1, keepdim=True)
-    k, v = k.masked_fill(sick, torch.nan), v.masked_fill(sick, 0)
+    if k.is_floating_point():
+        sick = ~(torch.isfinite(k) & torch.isfinite(v)).all(-1, keepdim=True)
+        k, v = k.masked_fill(sick, torch.nan), v.masked_fill(sick, 0)
     num_heads, block_size = k_cache.shape[1:3]
     at = rows.view(-1, num_heads)
     block, head, offset = at // (num_heads * block_size), at // block_size % num_heads, at % block_size

@@ -29,7 +29,7 @@ def values(found: Arithmetic) -> tuple[str, str, str, str, str | None]:
     return found.dtype, found.quantization, found.kv_cache_dtype, found.kernels, found.instruction_level
 
 
-INT8 = ("float32", "int8", "bfloat16", "native", "avx512_bf16")
+INT8 = ("float32", "int8", "int8", "native", "avx512_bf16")
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,9 @@ INT8 = ("float32", "int8", "bfloat16", "native", "avx512_bf16")
         (SUITED, {"quantization": "int8"}, INT8),
         (SUITED, {"quantization": "int8", "dtype": "float32"}, INT8),
         (SUITED, {"kv_cache_dtype": "float32"}, ("float32", "int8", "float32", "native", "avx512_bf16")),
+        # As jobs were frozen before int8 was there.
+        (SUITED, {"kv_cache_dtype": "bfloat16"}, ("float32", "int8", "bfloat16", "native", "avx512_bf16")),
+        (OLDER, {"kv_cache_dtype": "int8"}, ("float32", "none", "int8", "cpu", "avx2")),
         (SUITED, {"quantization": "none"}, ("float32", "none", "float32", "native", "avx512_bf16")),
         # A dtype that is given is what was asked for.
         (SUITED, {"dtype": "float32"}, ("float32", "none", "float32", "native", "avx512_bf16")),
@@ -80,7 +83,7 @@ def test_sources_say_why() -> None:
     assert resolved(SUITED, dtype="bfloat16").sources["quantization"] == "auto: model.dtype is given"
     assert resolved(SUITED, kernels="cpu").sources["quantization"] == "auto: engine.kernels is cpu"
     assert resolved(OLDER).sources["quantization"].endswith("can't be used here: this processor lacks avx512f")
-    assert str(resolved(SUITED)) == "int8, KV cache bfloat16, native kernels"
+    assert str(resolved(SUITED)) == "int8, KV cache int8, native kernels"
     assert str(resolved(OLDER)) == "float32, KV cache float32, cpu kernels"
 
 
@@ -114,8 +117,8 @@ def test_what_could_be_faster_is_said_with_how_to_mend_it(
         ({"quantization": "int4"}, r"model\.quantization: 'int4' is planned and not there yet; use auto, none or int8"),
         ({"quantization": "fp8"}, "planned"),
         ({"quantization": "awq"}, r"model\.quantization must be auto, none or int8, got 'awq'"),
-        ({"kv_cache_dtype": "int8"}, r"model\.kv_cache_dtype: 'int8' is planned"),
-        ({"kv_cache_dtype": "half"}, r"model\.kv_cache_dtype must be auto, float32 or bfloat16 or float16"),
+        ({"kv_cache_dtype": "fp8"}, r"model\.kv_cache_dtype: 'fp8' is planned"),
+        ({"kv_cache_dtype": "half"}, r"model\.kv_cache_dtype must be auto, float32 or bfloat16 or float16 or int8"),
         ({"kernels": "triton"}, r"engine\.kernels must be auto"),
         ({"dtype": "half"}, r"model\.dtype must be auto"),
         ({"dtype": "bfloat16", "quantization": "int8"}, "don't go together"),

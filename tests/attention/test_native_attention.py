@@ -160,7 +160,7 @@ def test_keys_and_values_are_packed_where_the_reference_writes_them(head_dim: in
 def test_packing_undone_is_what_was_packed() -> None:
     plain = normal(3, 2, BLOCK, 80).bfloat16()
     keys, values = attention.pack_keys(plain), attention.pack_values(plain)
-    caches = attention.new_caches(3, 2, 80)
+    caches = attention.new_caches(3, 2, 80, torch.bfloat16)
     assert (keys.shape, values.shape) == (caches[0].shape, caches[1].shape)
     assert torch.equal(attention.unpack_keys(keys), plain)
     assert torch.equal(attention.unpack_values(values), plain)

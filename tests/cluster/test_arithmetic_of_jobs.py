@@ -48,10 +48,10 @@ def settings(folder: JobFolder) -> dict[str, Any]:
 def test_int8_is_chosen_said_and_written_down(job: JobFolder) -> None:
     assert "int8  (auto: this CPU has AVX-512 VNNI)" in job.run("plan", "job.yaml")
     said = job.run()
-    assert "int8, KV cache bfloat16, native kernels (auto: this CPU has AVX-512 VNNI)" in said
+    assert "int8, KV cache int8, native kernels (auto: this CPU has AVX-512 VNNI)" in said
     assert "Note" not in said
     found = settings(job)
-    assert (found["model.quantization"], found["model.kv_cache_dtype"]) == ("int8", "bfloat16")
+    assert (found["model.quantization"], found["model.kv_cache_dtype"]) == ("int8", "int8")
     assert (found["engine.kernels"], found["engine.instruction_level"][:7]) == ("native", "avx512_")
 
 

@@ -18,7 +18,7 @@ WITHOUT_BF16 = Machine(vector_level="avx512", product_level="avx512_vnni")
 NO_COMPILER = Machine(vector_level="avx512", product_level="avx512_bf16", obstacle="no C compiler", mend="install gcc")
 OLDER = Machine(vector_level="avx2", product_level="avx2", obstacle="this processor lacks avx512f")
 KEYS = ("model.quantization", "model.kv_cache_dtype", "engine.kernels", "engine.instruction_level")
-INT8 = ("int8", "bfloat16", "native", "avx512_bf16")
+INT8 = ("int8", "int8", "native", "avx512_bf16")
 PLAIN = ("none", "float32", "cpu", "avx512")
 
 
@@ -49,7 +49,7 @@ def test_it_is_chosen_at_the_first_submit_and_handed_to_the_engine(job):
     config = load_manifest(first.layout).engine_config
     assert (config.quantization, config.kv_cache_dtype, config.kernels, config.instruction_level) == INT8
     said = summarize(first).arithmetic
-    assert said == "int8, KV cache bfloat16, native kernels (auto: this CPU has AVX-512 VNNI)"
+    assert said == "int8, KV cache int8, native kernels (auto: this CPU has AVX-512 VNNI)"
 
 
 def test_what_the_user_says_is_taken(job):

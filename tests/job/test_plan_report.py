@@ -84,6 +84,7 @@ def test_kv_memory_and_weights_of_the_demo_models_shape():
     }
     assert kv_bytes_per_token(config, "float32") == 2 * 30 * 3 * 64 * 4
     assert kv_bytes_per_token(config, "bfloat16") == 2 * 30 * 3 * 64 * 2
+    assert kv_bytes_per_token(config, "int8") == 2 * 30 * 3 * (64 + 4)
     assert num_weights(config) == (106_168_320, 28_311_552)
     assert num_weights({}) is None and kv_bytes_per_token({}, "float32") is None
 

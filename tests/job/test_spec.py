@@ -167,7 +167,7 @@ def test_one_problem_one_line(tmp_path, find, replace, expected):
         ("cluster.kind=slurm", "slurm is planned and not there yet; use local"),
         ("cluster.kind=scheduler", "scheduler is planned"),
         ("model.quantization=fp8", "fp8 is planned"),
-        ("model.kv_cache_dtype=int8", "int8 is planned"),
+        ("model.kv_cache_dtype=fp8", "fp8 is planned"),
         ("engine.tensor_parallel_size=2", "2 is planned and not there yet"),
         ("engine.device=cuda", "cuda is planned"),
         ("sampling.prompt_logprobs=1", "prompt_logprobs"),

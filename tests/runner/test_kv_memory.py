@@ -54,6 +54,7 @@ def test_layers_are_grouped_by_window_and_share_nothing_else() -> None:
     layout = KVLayout.of(specs)
     assert layout == KVLayout(group_of_layer=(0, 1, 0), windows=(None, 8))
     assert bytes_per_block(specs, 16, torch.bfloat16) == 3 * 2 * 3 * 64 * 16 * 2
+    assert bytes_per_block(specs, 16, torch.int8) == 3 * 2 * 3 * (64 + 4) * 16
     device, ops = torch.device("cpu"), resolve("cpu")
     backends = [
         make_attention(spec, ops, kv_dtype=torch.bfloat16, block_size=16, split_size=256, device=device)

@@ -20,14 +20,16 @@ struct step {
     int64_t num_heads, num_kv_heads, head_dim, split_size, window; /* window: 0 is none */
 };
 
-/* One layer's tensors. Strides are in numbers, between tokens. */
+/* One layer's tensors. Strides of q, k and v are in numbers, between tokens. */
 struct layer {
     const float *q, *k, *v;
     int64_t q_stride, k_stride, v_stride;
-    uint16_t *k_cache, *v_cache;
-    int64_t block_stride, head_stride; /* in numbers, of both caches */
+    char *k_cache, *v_cache;
+    int64_t block_stride, head_stride; /* in bytes, of both caches */
+    int64_t format;                    /* of both caches: a number of `formats` */
     float *out;                  /* [tokens, heads, head_dim] */
     float *part, *part_top_sum;  /* [entries, heads, head_dim] and [entries, heads, 2] */
+    char *queries;               /* [tokens, heads, 2 * head_dim]: scratch */
     float scale, softcap;        /* of the query; and 0, or what the hyperbolic tangent is multiplied by */
 };
 
@@ -36,7 +38,7 @@ void batchinfer_attention(const struct step *step, const struct layer *layer, in
 
 /* Its parts in their order, for code that is inside a parallel region. All of the region's threads call those without a
  * token, which end with a barrier; the second begins with one, and what `queue`, one for all of them, holds is of no
- * meaning. */
+ * meaning. Storing a token prepares its query. */
 void batchinfer_clear_values(const struct step *step, const struct layer *layer);
 void batchinfer_store_token(const struct step *step, const struct layer *layer, int64_t token);
 void batchinfer_attend_tiles(const struct step *step, const struct layer *layer, int64_t *queue);

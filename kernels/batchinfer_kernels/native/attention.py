@@ -1,8 +1,9 @@
-"""Attention in C over a KV cache in bfloat16 that is packed for 512-bit registers: `reference.split_attention`.
+"""Attention in C over a KV cache that is packed for 512-bit registers: `reference.split_attention`, or `kv8`.
 
-A block has LANES tokens. Its keys of one head are [D / 2, LANES, 2]: a register holds two neighbouring dimensions of
-all tokens. Its values are [LANES / 2, D, 2]: a register holds 16 dimensions of two neighbouring tokens. `pack_keys`
-and `pack_values` say so in torch; `attention.c` writes and reads the caches.
+A block has LANES tokens. Its keys of one head are [D / n, LANES, n]: a register holds n neighbouring dimensions of all
+tokens, as many as make 4 bytes. Its values are [LANES / n, D, n]: a register holds 16 dimensions of n neighbouring
+tokens. `pack_keys` and `pack_values` say so in torch; `attention_*.c` write and read the caches. In int8 the LANES
+scales follow as float32, and keys are 128 above their value, as unsigned bytes.
 
 A `TileStep` says what is attended to, for all layers of a step, a `TileLayer` where a layer's KV lies, for all steps;
 `attend` runs one layer.
@@ -21,11 +22,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from batchinfer_kernels import kv8
 from batchinfer_kernels.native import library
 
 LANES = 16
 MAX_SPLIT = 1024
 MAX_HEAD_DIM = 256
+# Numbers that the C code has for the caches' formats.
+FORMATS = {torch.bfloat16: 0, torch.int8: 1}
 # A head's first blocks lie in small pages: a small job would spend most of its time with clearing huge ones.
 SMALL_BLOCKS = 1024
 
@@ -65,8 +69,8 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
-        *((name, ctypes.c_int64) for name in ("block_stride", "head_stride")),
-        *((name, ctypes.c_void_p) for name in ("out", "part", "part_top_sum")),
+        *((name, ctypes.c_int64) for name in ("block_stride", "head_stride", "format")),
+        *((name, ctypes.c_void_p) for name in ("out", "part", "part_top_sum", "queries")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
@@ -129,18 +133,27 @@ class TileLayer:
     def __init__(self, k_cache: Tensor, v_cache: Tensor, *, scale: float, softcap: float | None = None) -> None:
         assert k_cache[0, 0].is_contiguous() and v_cache[0, 0].is_contiguous()
         assert k_cache.stride()[:2] == v_cache.stride()[:2]
-        assert k_cache.dtype == v_cache.dtype == torch.bfloat16
+        assert k_cache.dtype == v_cache.dtype
         # Scores in units of log 2, so that weights are powers of two; under a softcap that comes after it.
         in_bits = math.log2(math.e)
         self._caches = (k_cache, v_cache)
         self.struct = _Layer(
             k_cache=k_cache.data_ptr(),
             v_cache=v_cache.data_ptr(),
-            block_stride=k_cache.stride(0),
-            head_stride=k_cache.stride(1),
+            block_stride=k_cache.stride(0) * k_cache.itemsize,
+            head_stride=k_cache.stride(1) * k_cache.itemsize,
+            format=FORMATS[k_cache.dtype],
             scale=scale * in_bits if softcap is None else scale / softcap,
             softcap=0.0 if softcap is None else softcap * in_bits,
         )
+
+    def use_scratch(self, partial: Tensor, step: TileStep) -> None:
+        """For one step: float32 of at least `partial_size` numbers."""
+        part, top_sum, queries = _partial_sizes(step)
+        assert partial.numel() >= part + top_sum + queries
+        self.struct.part = partial.data_ptr()
+        self.struct.part_top_sum = partial[part:].data_ptr()
+        self.struct.queries = partial[part + top_sum :].data_ptr()
 
 
 def unsuited(*, head_dim: int, block_size: int, split_size: int) -> str | None:
@@ -154,14 +167,17 @@ def unsuited(*, head_dim: int, block_size: int, split_size: int) -> str | None:
     return library.available()
 
 
-def new_caches(num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Key and value caches bfloat16 [B, Hk, D / 2, LANES, 2] and [B, Hk, LANES / 2, D, 2], not initialised.
+def new_caches(num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Key and value caches, not initialised: bfloat16 [B, Hk, D / 2, LANES, 2] and [B, Hk, LANES / 2, D, 2], or int8
+    [B, Hk, LANES * (D + 4)] twice.
 
     In memory a head's blocks lie together: what one head reads of a sequence is then one run where the sequence's
     blocks follow each other, as they mostly do. Memory gave such runs twice as fast as pieces of 2 KiB.
     """
-    keys = torch.empty(num_kv_heads, num_blocks, head_dim // 2, LANES, 2, dtype=torch.bfloat16)
-    values = torch.empty(num_kv_heads, num_blocks, LANES // 2, head_dim, 2, dtype=torch.bfloat16)
+    shapes: tuple[tuple[int, ...], ...] = ((head_dim // 2, LANES, 2), (LANES // 2, head_dim, 2))
+    if dtype == torch.int8:
+        shapes = ((LANES * (head_dim + kv8.SCALE_BYTES),),) * 2
+    keys, values = (torch.empty(num_kv_heads, num_blocks, *shape, dtype=dtype) for shape in shapes)
     for head in range(num_kv_heads):
         _want_huge_pages(keys[head, SMALL_BLOCKS:])
         _want_huge_pages(values[head, SMALL_BLOCKS:])
@@ -179,13 +195,13 @@ def _want_huge_pages(cache: Tensor) -> None:
 
 
 def pack_keys(keys: Tensor) -> Tensor:
-    """[B, Hk, LANES, D] to [B, Hk, D / 2, LANES, 2]."""
-    return keys.view(*keys.shape[:3], -1, 2).transpose(2, 3).contiguous()
+    """[B, Hk, LANES, D] to [B, Hk, D / n, LANES, n]."""
+    return keys.view(*keys.shape[:3], -1, 4 // keys.itemsize).transpose(2, 3).contiguous()
 
 
 def pack_values(values: Tensor) -> Tensor:
-    """[B, Hk, LANES, D] to [B, Hk, LANES / 2, D, 2]."""
-    return values.view(*values.shape[:2], -1, 2, values.shape[3]).transpose(3, 4).contiguous()
+    """[B, Hk, LANES, D] to [B, Hk, LANES / n, D, n]."""
+    return values.view(*values.shape[:2], -1, 4 // values.itemsize, values.shape[3]).transpose(3, 4).contiguous()
 
 
 def unpack_keys(cache: Tensor) -> Tensor:
@@ -196,6 +212,16 @@ def unpack_keys(cache: Tensor) -> Tensor:
 def unpack_values(cache: Tensor) -> Tensor:
     """`pack_values` undone."""
     return cache.transpose(3, 4).flatten(2, 3).contiguous()
+
+
+def unpack_int8(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys int8 [B, Hk, LANES, D] and their scales float32 [B, Hk, LANES], values and theirs."""
+    dim = k_cache.shape[2] // LANES - kv8.SCALE_BYTES
+    codes, scales = zip(*((x[..., : LANES * dim], x[..., LANES * dim :]) for x in (k_cache, v_cache)), strict=True)
+    keys = unpack_keys((codes[0] ^ -128).reshape(*k_cache.shape[:2], dim // 4, LANES, 4))
+    values = unpack_values(codes[1].reshape(*v_cache.shape[:2], LANES // 4, dim, 4))
+    key_scales, value_scales = (x.contiguous().view(torch.float32) for x in scales)
+    return keys, key_scales, values, value_scales
 
 
 def attend(
@@ -215,17 +241,25 @@ def attend(
     shape, at = step.struct, layer.struct
     assert out.is_contiguous()
     assert all(x.dtype == torch.float32 and x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, k, v))
-    assert partial.numel() >= partial_size(step) and q.shape[0] == shape.num_tokens
+    assert q.shape[0] == shape.num_tokens
     at.q, at.k, at.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
     at.q_stride, at.k_stride, at.v_stride = q.stride(0), k.stride(0), v.stride(0)
-    at.out, at.part = out.data_ptr(), partial.data_ptr()
-    at.part_top_sum = partial[step.num_entries * shape.num_heads * shape.head_dim :].data_ptr()
+    at.out = out.data_ptr()
+    layer.use_scratch(partial, step)
     _function()(ctypes.byref(shape), ctypes.byref(at), torch.get_num_threads())
 
 
 def partial_size(step: TileStep) -> int:
-    """Numbers that partial results take: values, and a highest score and a sum of weights."""
-    return int(step.num_entries * step.struct.num_heads * (step.struct.head_dim + 2))
+    """Numbers of scratch."""
+    return sum(_partial_sizes(step))
+
+
+def _partial_sizes(step: TileStep) -> tuple[int, int, int]:
+    """Numbers for the values of partial results, their highest scores and sums of weights, and prepared queries of
+    2 * D bytes."""
+    shape = step.struct
+    entries, queries = step.num_entries * shape.num_heads, shape.num_tokens * shape.num_heads
+    return entries * shape.head_dim, entries * 2, queries * shape.head_dim // 2
 
 
 @cache

@@ -24,7 +24,7 @@ struct decoder {
     float eps;
 };
 
-/* One step. By layer: its plan, and what attention is told of it but for q, k, v and where results go. */
+/* One step. By layer: its plan, and what attention is told of it but for q, k, v, scratch and where results go. */
 struct decoder_step {
     long num_tokens;
     float *hidden;          /* [num_tokens, hidden_size], overwritten */
@@ -46,6 +46,7 @@ struct decoder_step {
 struct buffers {
     struct quantized x, inner;
     float *qkv, *attended;
+    char *queries;
 };
 
 static void *take(char **at, size_t bytes)
@@ -75,6 +76,7 @@ static struct buffers lay_out(const struct decoder *decoder, long rows, char **a
     found.inner = take_quantized(at, rows, decoder->layers[0].down.width);
     found.qkv = take(at, rows * (q_size + 2 * kv_size) * sizeof(float));
     found.attended = take(at, rows * q_size * sizeof(float));
+    found.queries = take(at, rows * q_size * 2);
     return found;
 }
 
@@ -120,6 +122,7 @@ static void run_layer(const struct decoder *decoder, const struct decoder_step *
     attention.out = buffers->attended;
     attention.part = step->part;
     attention.part_top_sum = step->part_top_sum;
+    attention.queries = buffers->queries;
     batchinfer_clear_values(plan, &attention);
 #pragma omp for schedule(dynamic, ROWS_AT_A_TIME) nowait
     for (long t = 0; t < step->num_tokens; t++) {

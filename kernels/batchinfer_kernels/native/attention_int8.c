@@ -1,0 +1,349 @@
+/* Attention's cache in int8: `kv8.py` of the package says what is computed.
+ *
+ * A block of one head: keys [dim / 4][LANES][4], as unsigned bytes 128 above their value, then float32 [LANES], their
+ * scales; values [LANES / 4][dim][4], signed, then float32 [LANES], theirs. Products of queries and keys, and of
+ * weights and values, are sums of integers, exact in any order.
+ */
+
+#include "kv_format.h"
+
+enum { MOST = 127, MOST_WEIGHT = 255 };
+static const float LEAST = 1e-30f;
+
+INLINE const float *scales_of(const char *codes, int dim)
+{
+    return (const float *)(codes + (size_t)dim * LANES);
+}
+
+/* Lane i: sum + bytes 4i .. 4i + 3 of a, unsigned, times those of b, signed. The compiler's own name for the instruction
+ * made it keep sums in memory. */
+INLINE __m512i dot_fours(__m512i sum, __m512i a, __m512i b)
+{
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+
+/* ---- Writing ---- */
+
+/* A stage of `turn` within registers: sums in the lanes where `sign` is 1, differences where it is -1. */
+#define BUTTERFLY(x, swapped, sign) x = _mm512_fmadd_ps(x, sign, swapped)
+
+/* Block of dimensions that are turned together: the largest power of two that divides the number of dimensions. */
+INLINE int turned_together(int dim)
+{
+    return dim & -dim;
+}
+
+/* Walsh-Hadamard transform of each such block, not normalised. It leaves products of queries and keys as they are but
+ * for a factor, and spreads what a few dimensions have too much of over all, which makes the steps of codes small. */
+INLINE void turn(const float *x, float *turned, int dim)
+{
+    const __m512 one = _mm512_set1_ps(1.0f), minus = _mm512_set1_ps(-1.0f);
+    const __m512 sign_1 = _mm512_mask_mov_ps(one, 0xAAAA, minus), sign_2 = _mm512_mask_mov_ps(one, 0xCCCC, minus);
+    const __m512 sign_4 = _mm512_mask_mov_ps(one, 0xF0F0, minus), sign_8 = _mm512_mask_mov_ps(one, 0xFF00, minus);
+    __m512 part[MAX_HEAD_DIM / LANES];
+    for (int i = 0; i < dim / LANES; i++) {
+        __m512 p = _mm512_loadu_ps(x + i * LANES);
+        BUTTERFLY(p, _mm512_permute_ps(p, 0xB1), sign_1);
+        BUTTERFLY(p, _mm512_permute_ps(p, 0x4E), sign_2);
+        BUTTERFLY(p, _mm512_shuffle_f32x4(p, p, 0xB1), sign_4);
+        BUTTERFLY(p, _mm512_shuffle_f32x4(p, p, 0x4E), sign_8);
+        part[i] = p;
+    }
+    for (int width = 1; width < turned_together(dim) / LANES; width *= 2)
+        for (int i = 0; i < dim / LANES; i += 2 * width)
+            for (int j = i; j < i + width; j++) {
+                const __m512 first = part[j], second = part[j + width];
+                part[j] = _mm512_add_ps(first, second);
+                part[j + width] = _mm512_sub_ps(first, second);
+            }
+    for (int i = 0; i < dim / LANES; i++)
+        _mm512_store_ps(turned + i * LANES, part[i]);
+}
+
+/* What numbers are multiplied by to give codes, 0 for zeros; *step: what undoes it, NaN where one is not finite. */
+INLINE float code_factor(const float *x, int dim, float *step)
+{
+    const __m512 none = _mm512_setzero_ps();
+    __m512 most = none, sick = none;
+    for (int i = 0; i < dim; i += LANES) {
+        const __m512 part = _mm512_loadu_ps(x + i);
+        most = _mm512_max_ps(most, _mm512_abs_ps(part));
+        sick = _mm512_fmadd_ps(part, none, sick); /* NaN from NaN and from infinity */
+    }
+    const float top = _mm512_reduce_max_ps(most);
+    const int is_sick = _mm512_cmp_ps_mask(sick, sick, _CMP_UNORD_Q) != 0;
+    *step = is_sick ? NAN : top < LEAST ? 0.0f : top / MOST;
+    return is_sick || top < LEAST ? 0.0f : MOST / top;
+}
+
+/* Codes of LANES numbers. */
+INLINE __m128i codes_of(const float *x, float factor)
+{
+    const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x), _mm512_set1_ps(factor));
+    return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(scaled));
+}
+
+static void write_head(const float *key, const float *value, char *keys, char *values, int dim, int offset)
+{
+    float turned[MAX_HEAD_DIM] __attribute__((aligned(64)));
+    turn(key, turned, dim);
+    float key_step, value_step;
+    const float key_factor = code_factor(turned, dim, &key_step), value_factor = code_factor(value, dim, &value_step);
+    const int is_sick = isnan(key_step) || isnan(value_step);
+    ((float *)scales_of(keys, dim))[offset] = is_sick ? NAN : key_step / turned_together(dim);
+    ((float *)scales_of(values, dim))[offset] = is_sick ? 0.0f : value_step;
+    const __mmask64 mine = 0x1111111111111111ull << offset % 4;
+    for (int i = 0; i < dim; i += LANES) {
+        uint32_t four[4];
+        const __m128i biased = _mm_xor_si128(codes_of(turned + i, key_factor), _mm_set1_epi8((char)0x80));
+        _mm_storeu_si128((__m128i *)four, biased);
+        for (int j = 0; j < 4; j++)
+            memcpy(keys + ((i / 4 + j) * LANES + offset) * 4, four + j, 4);
+        const __m512i wide = _mm512_cvtepu8_epi32(codes_of(value + i, value_factor));
+        const __m512i moved = _mm512_sll_epi32(wide, _mm_cvtsi32_si128(offset % 4 * 8));
+        _mm512_mask_storeu_epi8(values + ((size_t)(offset / 4) * dim + i) * 4, mine, moved);
+    }
+}
+
+/* Codes [dim]; the scale of the scores, float32; what keys that are 128 too high add to these, int32. */
+static void prepare_query(const float *query, char *prepared, int dim, float scale)
+{
+    float turned[MAX_HEAD_DIM] __attribute__((aligned(64))), step;
+    turn(query, turned, dim);
+    const float factor = code_factor(turned, dim, &step);
+    __m512i sum = _mm512_setzero_si512();
+    for (int i = 0; i < dim; i += LANES) {
+        const __m128i codes = codes_of(turned + i, factor);
+        _mm_storeu_si128((__m128i *)(prepared + i), codes);
+        sum = _mm512_add_epi32(sum, _mm512_cvtepi8_epi32(codes));
+    }
+    const float score_scale = step == 0.0f ? 1.0f : step * scale; /* not 0: it is to keep -infinity as it is */
+    const int32_t excess = 128 * _mm512_reduce_add_epi32(sum);
+    memcpy(prepared + dim, &score_scale, sizeof score_scale);
+    memcpy(prepared + dim + sizeof score_scale, &excess, sizeof excess);
+}
+
+/* Any codes are finite. */
+static void clear_block(char *values, int dim)
+{
+    memset(values + (size_t)dim * LANES, 0, LANES * sizeof(float));
+}
+
+/* ---- A row block of a tile ---- */
+
+/* Scores of `num_rows` rows and `num_blocks` blocks of keys, both constants, in units of the row's scale.
+ * keys[b + ahead] is fetched. */
+INLINE void score_blocks(const int num_rows, const int num_blocks, const int8_t *queries, const int32_t *excess, int dim,
+                         const char *const *keys, int ahead, float *scores, int stride)
+{
+    __m512i sum[ROWS][8];
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 8
+        for (int b = 0; b < num_blocks; b++)
+            sum[r][b] = _mm512_set1_epi32(-excess[r]);
+    for (int i = 0; i < dim / 4; i++) {
+        __m512i key[8];
+#pragma GCC unroll 8
+        for (int b = 0; b < num_blocks; b++) {
+            key[b] = _mm512_loadu_si512(keys[b] + i * REGISTER);
+            _mm_prefetch(keys[b + ahead] + i * REGISTER, _MM_HINT_T1);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < num_rows; r++) {
+            int32_t four;
+            memcpy(&four, queries + r * MAX_HEAD_DIM + 4 * i, sizeof four);
+            const __m512i query = _mm512_set1_epi32(four);
+#pragma GCC unroll 8
+            for (int b = 0; b < num_blocks; b++)
+                sum[r][b] = dot_fours(sum[r][b], key[b], query);
+        }
+    }
+#pragma GCC unroll 8
+    for (int b = 0; b < num_blocks; b++) {
+        const __m512 scale = _mm512_loadu_ps(scales_of(keys[b], dim));
+        _mm_prefetch((const char *)scales_of(keys[b + ahead], dim), _MM_HINT_T1);
+#pragma GCC unroll 8
+        for (int r = 0; r < num_rows; r++)
+            _mm512_store_ps(scores + r * stride + b * LANES, _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][b]), scale));
+    }
+}
+
+INLINE void score_rows(const int num_rows, const int8_t *queries, const int32_t *excess, int dim,
+                       const char *const *keys, int ahead, int begin, int end, float *scores, int stride)
+{
+    const int step = num_rows > 3 ? 4 : 8; /* enough sums at a time to hide the latency of one */
+    int b = begin;
+    for (; b + step <= end; b += step)
+        score_blocks(num_rows, step, queries, excess, dim, keys + b, ahead, scores + b * LANES, stride);
+    if (step == 8 && b + 4 <= end) {
+        score_blocks(num_rows, 4, queries, excess, dim, keys + b, ahead, scores + b * LANES, stride);
+        b += 4;
+    }
+    if (b + 2 <= end) {
+        score_blocks(num_rows, 2, queries, excess, dim, keys + b, ahead, scores + b * LANES, stride);
+        b += 2;
+    }
+    if (b < end)
+        score_blocks(num_rows, 1, queries, excess, dim, keys + b, ahead, scores + b * LANES, stride);
+}
+
+/* 2^x within 2^-17 for x up to 1, exactly 0 from -127 down; NaN for NaN. */
+INLINE __m512 weight_of(__m512 x)
+{
+    const __m512 shift = _mm512_set1_ps(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
+    x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);    /* of an unordered pair, max gives the second */
+    const __m512 whole = _mm512_add_ps(x, shift);
+    const __m512 part = _mm512_sub_ps(x, _mm512_sub_ps(whole, shift));
+    __m512 sum = _mm512_set1_ps(9.618437357674640e-3f);
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(5.550332471162809e-2f));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(2.402264791363012e-1f));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(6.931472028550421e-1f));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f));
+    return (__m512)_mm512_add_epi32((__m512i)sum, _mm512_slli_epi32((__m512i)whole, 23));
+}
+
+/* Weights of one row over blocks begin .. end; its highest score and the sum of its weights. A token's weight here has
+ * its value's scale in it. Returns what codes of weights are multiplied by. `scores` are overwritten. */
+INLINE float softmax_row(const struct row *row, float *scores, uint8_t *weights, const char *const *values, int begin,
+                         int end, int dim, float scale, float softcap, float *top, float *sum)
+{
+    const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    __m512 highest = nothing;
+    for (int b = begin; b < end; b++) {
+        __m512 score = _mm512_load_ps(scores + b * LANES);
+        if (softcap != 0.0f)
+            score = _mm512_mul_ps(tanh_of(_mm512_mul_ps(score, _mm512_set1_ps(scale))), _mm512_set1_ps(softcap));
+        score = _mm512_mask_mov_ps(nothing, seen_lanes(row, b * LANES), score);
+        _mm512_store_ps(scores + b * LANES, score);
+        highest = _mm512_max_ps(highest, score);
+    }
+    if (softcap != 0.0f)
+        scale = 1.0f;
+    /* The bound only matters for a row that sees nothing but scores of -infinity. */
+    *top = fmaxf(_mm512_reduce_max_ps(highest) * scale, -1e30f);
+    const __m512 zero = _mm512_setzero_ps();
+    __m512 total = zero, most = zero;
+    for (int b = begin; b < end; b++) {
+        const __m512 score = _mm512_load_ps(scores + b * LANES);
+        const __m512 weight = weight_of(_mm512_fmsub_ps(score, _mm512_set1_ps(scale), _mm512_set1_ps(*top)));
+        const __m512 scaled = _mm512_mul_ps(weight, _mm512_loadu_ps(scales_of(values[b], dim)));
+        total = _mm512_add_ps(total, weight);
+        most = _mm512_max_ps(most, scaled);
+        _mm512_store_ps(scores + b * LANES, scaled);
+    }
+    *sum = _mm512_reduce_add_ps(total);
+    const float heaviest = _mm512_reduce_max_ps(most);
+    const __m512 factor = _mm512_set1_ps(heaviest < LEAST ? 0.0f : MOST_WEIGHT / heaviest);
+    for (int b = begin; b < end; b++) {
+        const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(scores + b * LANES), factor);
+        _mm_storeu_si128((__m128i *)(weights + b * LANES), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(scaled)));
+    }
+    return heaviest / MOST_WEIGHT;
+}
+
+/* Weighted values of `num_rows` rows in `num_parts` registers of dimensions from `from` on. values[b + ahead] is
+ * fetched. */
+INLINE void weigh_part(const int num_rows, const int num_parts, const uint8_t *weights, int stride,
+                       const char *const *values, int ahead, int begin, int end, int dim, int from,
+                       const struct row *rows, const float *factors)
+{
+    __m512i sum[ROWS][4];
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 8
+        for (int i = 0; i < num_parts; i++)
+            sum[r][i] = _mm512_setzero_si512();
+    for (int b = begin; b < end; b++) {
+        const char *block = values[b] + 4 * from, *fetched = values[b + ahead] + 4 * from;
+        for (int t = 0; t < LANES; t += 4) {
+            __m512i value[4];
+#pragma GCC unroll 8
+            for (int i = 0; i < num_parts; i++) {
+                value[i] = _mm512_loadu_si512(block + (size_t)t * dim + i * REGISTER);
+                _mm_prefetch(fetched + (size_t)t * dim + i * REGISTER, _MM_HINT_T1);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < num_rows; r++) {
+                int32_t four;
+                memcpy(&four, weights + r * stride + b * LANES + t, sizeof four);
+                const __m512i weight = _mm512_set1_epi32(four);
+#pragma GCC unroll 8
+                for (int i = 0; i < num_parts; i++)
+                    sum[r][i] = dot_fours(sum[r][i], weight, value[i]);
+            }
+        }
+        _mm_prefetch((const char *)scales_of(values[b + ahead], dim), _MM_HINT_T1);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < num_rows; r++)
+#pragma GCC unroll 8
+        for (int i = 0; i < num_parts; i++)
+            _mm512_storeu_ps(rows[r].out + from + i * LANES,
+                             _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][i]), _mm512_set1_ps(factors[r])));
+}
+
+INLINE void weigh_rows(const int num_rows, const uint8_t *weights, int stride, const char *const *values, int ahead,
+                       int begin, int end, int dim, const struct row *rows, const float *factors)
+{
+    int from = 0;
+    for (; from + 4 * LANES <= dim; from += 4 * LANES)
+        weigh_part(num_rows, 4, weights, stride, values, ahead, begin, end, dim, from, rows, factors);
+    if (from + 2 * LANES <= dim) {
+        weigh_part(num_rows, 2, weights, stride, values, ahead, begin, end, dim, from, rows, factors);
+        from += 2 * LANES;
+    }
+    if (from < dim)
+        weigh_part(num_rows, 1, weights, stride, values, ahead, begin, end, dim, from, rows, factors);
+}
+
+INLINE void attend_rows(const int num_rows, const struct row *rows, const struct work *work, int dim, float softcap)
+{
+    int8_t queries[ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
+    float scores[ROWS * MAX_SPLIT] __attribute__((aligned(64)));
+    uint8_t weights[ROWS * MAX_SPLIT] __attribute__((aligned(64)));
+    float scales[ROWS], factors[ROWS];
+    int32_t excess[ROWS];
+    const int ahead = work->num_blocks, stride = ahead * LANES;
+    const char *const *values = work->blocks + ahead;
+    int begin = MAX_BLOCKS, end = 0;
+    for (int r = 0; r < num_rows; r++) {
+        const int first = rows[r].first / LANES, last = rows[r].last / LANES + 1;
+        begin = first < begin ? first : begin;
+        end = last > end ? last : end;
+    }
+    for (int r = 0; r < num_rows; r++) {
+        memcpy(queries + r * MAX_HEAD_DIM, rows[r].query, dim);
+        memcpy(scales + r, rows[r].query + dim, sizeof scales[r]);
+        memcpy(excess + r, rows[r].query + dim + sizeof scales[r], sizeof excess[r]);
+    }
+    score_rows(num_rows, queries, excess, dim, work->blocks, ahead, begin, end, scores, stride);
+    for (int r = 0; r < num_rows; r++) {
+        float top, sum;
+        factors[r] = softmax_row(rows + r, scores + r * stride, weights + r * stride, values, begin, end, dim,
+                                 scales[r], softcap, &top, &sum);
+        if (rows[r].top_sum) {
+            rows[r].top_sum[0] = top;
+            rows[r].top_sum[1] = sum;
+        } else {
+            factors[r] /= sum;
+        }
+    }
+    weigh_rows(num_rows, weights, stride, values, ahead, begin, end, dim, rows, factors);
+}
+
+#define ATTEND(n)                                                                                                     \
+    static void attend_##n(const struct row *rows, const struct work *work, int dim, float softcap)                   \
+    {                                                                                                                 \
+        attend_rows(n, rows, work, dim, softcap);                                                                     \
+    }
+ATTEND(1)
+ATTEND(2)
+ATTEND(3)
+ATTEND(4)
+ATTEND(5)
+ATTEND(6)
+
+const struct format batchinfer_int8_format = {
+    clear_block, write_head, prepare_query, {NULL, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6}};

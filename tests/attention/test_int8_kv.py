@@ -1,0 +1,201 @@
+"""KV in int8: its rounding, the C code against the specification, sick tokens, and where it runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from batchinfer_kernels import kv8, reference
+from batchinfer_kernels.native import attention, library
+from batchinfer_kernels.table import resolve
+from torch import Tensor
+
+from batchinfer.attention.backend import AttentionBackend, TiledAttention, kv_bytes, make_attention
+from batchinfer.attention.native import NativeAttention
+from batchinfer.attention.spec import AttentionSpec
+from batchinfer.attention.tiles import StepBatch
+
+needs_c = pytest.mark.skipif(library.available() is not None, reason="no C kernels here")
+BLOCK, SPLIT, DEVICE = 16, 256, torch.device("cpu")
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 256)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def spec_of(head_dim: int, group: int = 3, **more: float | int | None) -> AttentionSpec:
+    return AttentionSpec(num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, scale=head_dim**-0.5, **more)  # type: ignore[arg-type]
+
+
+def batch_of(start: int, length: int, table: list[int]) -> StepBatch:
+    return StepBatch(starts=np.array([start]), lengths=np.array([length]), block_tables=np.array([table]))
+
+
+def backend_of(kind: str, spec: AttentionSpec) -> AttentionBackend:
+    ops = resolve("native" if kind == "native" else "cpu")
+    return make_attention(spec, ops, kv_dtype=torch.int8, block_size=BLOCK, split_size=SPLIT, device=DEVICE)
+
+
+class Paged:
+    """A backend with caches of its own; what was never written is NaN where it is a scale."""
+
+    def __init__(self, spec: AttentionSpec, num_blocks: int, kind: str = "native") -> None:
+        self.spec, self.backend = spec, backend_of(kind, spec)
+        self.k_cache, self.v_cache = (x.fill_(-1) for x in self.backend.new_caches(num_blocks))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: StepBatch) -> Tensor:
+        plan = self.backend.plan(batch)
+        return self.backend.run(q, k, v, self.k_cache, self.v_cache, plan, spec=self.spec)
+
+
+both = pytest.mark.parametrize("kind", ["tiled", pytest.param("native", marks=needs_c)])
+
+
+@pytest.mark.parametrize(("head_dim", "together"), [(64, 64), (48, 16), (80, 16), (96, 32), (4, 4)])
+def test_turning_keeps_products_of_queries_and_keys(head_dim: int, together: int) -> None:
+    q, k = normal(5, head_dim).double(), normal(7, head_dim, seed=1).double()
+    assert kv8.turned_together(head_dim) == together
+    assert torch.allclose(kv8.turn(q) @ kv8.turn(k).T, together * (q @ k.T))
+    ones = kv8.turn(torch.eye(head_dim))
+    assert set(ones.abs().unique().tolist()) <= {0.0, 1.0} and (ones != 0).sum() == head_dim * together
+
+
+def test_a_large_dimension_costs_the_others_little() -> None:
+    k = normal(40, 64)
+    k[:, 5] *= 30
+    rows, _ = kv8.to_rows(k[:, None], k[:, None])
+    turned_back = kv8.turn(kv8.numbers(rows)[:, 0])
+    plain, steps = kv8.quantize(k)
+    error, plain_error = (turned_back - k).square().mean(), (plain * steps[:, None] - k).square().mean()
+    assert error < plain_error / 5
+
+
+def test_codes_are_within_half_a_step_and_zeros_stay_zeros() -> None:
+    x = normal(50, 80) * torch.logspace(-20, 20, 50)[:, None]
+    codes, steps = kv8.quantize(x)
+    assert (codes.abs().amax(-1) == 127).all()
+    assert ((codes * steps[:, None] - x).abs() <= 0.501 * steps[:, None]).all()
+    for tiny in (0.0, 1e-31):
+        codes, steps = kv8.quantize(torch.full((2, 16), tiny))
+        assert not codes.any() and not steps.any()
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@needs_c
+def test_c_writes_the_rows_of_the_specification(head_dim: int) -> None:
+    paged, table = Paged(spec_of(head_dim), 4), [2, 0, 3]
+    plain = torch.full((4, 2, BLOCK, kv_bytes(head_dim, torch.int8)), -1, dtype=torch.int8)
+    rows_of = [plain, plain.clone()]
+    for start, tokens in ((0, 5), (5, 1), (6, 20), (26, 7)):  # ends within blocks, at offsets of all kinds
+        k, v = normal(tokens, 2, head_dim, seed=start), normal(tokens, 2, head_dim, seed=start + 1)
+        v[0, 1] = 0
+        paged(normal(tokens, 6, head_dim), k, v, batch_of(start, tokens, table))
+        at = torch.arange(start, start + tokens)
+        rows = ((torch.tensor(table)[at // BLOCK, None] * 2 + torch.arange(2)) * BLOCK + at[:, None] % BLOCK).view(-1)
+        begun = torch.tensor([table[int(a) // BLOCK] for a in at if int(a) % BLOCK == 0], dtype=torch.int64)
+        reference.kv_write(*kv8.to_rows(k, v), *rows_of, rows, begun)
+    written = torch.tensor(table)[torch.arange(33) // BLOCK], torch.arange(33) % BLOCK
+    got = attention.unpack_int8(paged.k_cache, paged.v_cache)
+    for mine, wanted in zip(got, (*kv8.split_rows(rows_of[0]), *kv8.split_rows(rows_of[1])), strict=True):
+        assert torch.equal(mine[written[0], :, written[1]], wanted[written[0], :, written[1]])
+    assert torch.equal(got[3][3], kv8.split_rows(rows_of[1])[1][3])  # zeros where nothing was written
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(spec_of(head_dim) for head_dim in HEAD_DIMS),
+        *(spec_of(64, group) for group in (1, 2, 4, 5, 7, 8)),
+        spec_of(64, softcap=3.0),
+        spec_of(80, window=40),
+    ],
+    ids=lambda s: f"{s.num_heads // 2} x {s.head_dim}{' window' if s.window else ''}{' softcap' if s.softcap else ''}",
+)
+@needs_c
+def test_c_gives_what_the_specification_says(spec: AttentionSpec) -> None:
+    """But for weights that it rounds the other way, half a step apart. Over two splits."""
+    length, dim = 300, spec.head_dim
+    q, k, v = (normal(length, heads, dim, seed=i) for i, heads in enumerate((spec.num_heads, 2, 2)))
+    q *= 3
+    table = torch.randperm(20, generator=torch.Generator().manual_seed(3))
+    got = Paged(spec, 20)(q, k, v, batch_of(0, length, table.tolist()))
+    k_rows, v_rows = (torch.zeros(20, 2, BLOCK, kv_bytes(dim, torch.int8), dtype=torch.int8) for _ in "kv")
+    at = torch.arange(length)
+    k_rows[table[at // BLOCK], :, at % BLOCK], v_rows[table[at // BLOCK], :, at % BLOCK] = kv8.to_rows(k, v)
+    parts = [
+        kv8.split_attention(
+            q, k_rows, v_rows, table, at,
+            split=split, split_size=SPLIT, scale=spec.scale, window=spec.window, softcap=spec.softcap,
+        )
+        for split in range(2)
+    ]  # fmt: skip
+    wanted = reference.merge_splits(*(list(x) for x in zip(*parts, strict=True)))
+    error = (got - wanted).abs()
+    assert error.max() < 0.02 and error.mean() < 2e-5
+    # The rounding of weights alone, which it might have left out, is more.
+    [tiled] = [Paged(spec, 20, "tiled")(q, k, v, batch_of(0, length, table.tolist()))]
+    assert (got - tiled).abs().mean() > 10 * error.mean()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["key", "value"])
+@both
+def test_a_sick_token_is_kept_from_those_before_it(kind: str, value: float, where: str) -> None:
+    spec, length, sick = spec_of(64), 300, 21
+    q, k, v = normal(length, 6, 64), normal(length, 2, 64, seed=1), normal(length, 2, 64, seed=2)
+    batch = batch_of(0, length, [*range(19)][::-1])
+    healthy = Paged(spec, 19, kind)(q, k, v, batch)
+    (k if where == "key" else v)[sick, 0, 5] = value
+    got = Paged(spec, 19, kind)(q, k, v, batch)
+    assert torch.equal(got[:sick], healthy[:sick])
+    assert torch.equal(got[:, 3:], healthy[:, 3:])  # heads of the other KV head
+    assert got[sick:, :3].isnan().all()
+
+
+@both
+def test_a_sick_query_spoils_its_own_result_only(kind: str) -> None:
+    spec, length = spec_of(64), 40
+    q, k, v = normal(length, 6, 64), normal(length, 2, 64, seed=1), normal(length, 2, 64, seed=2)
+    batch = batch_of(0, length, [2, 1, 0])
+    healthy = Paged(spec, 3, kind)(q, k, v, batch)
+    q[7, 1, 3], q[9, 4, 0] = torch.nan, torch.inf
+    got = Paged(spec, 3, kind)(q, k, v, batch)
+    sick = torch.zeros(length, 6, dtype=torch.bool)
+    sick[7, 1] = sick[9, 4] = True
+    assert got[sick].isnan().all()
+    assert torch.equal(got[~sick], healthy[~sick])
+
+
+@both
+def test_zeros_and_large_scores_stay_finite(kind: str) -> None:
+    for spec in (spec_of(64), spec_of(64, softcap=50.0)):
+        q, k, v = 300 * normal(33, 6, 64), 300 * normal(33, 2, 64, seed=1), normal(33, 2, 64, seed=2)
+        q[5:9], k[3:8], v[4:12] = 0, 0, 0
+        got = Paged(spec, 3, kind)(q, k, v, batch_of(0, 33, [0, 1, 2]))
+        assert got.isfinite().all()
+        assert (got[0] - v[0].repeat_interleave(3, 0)).abs().max() < 0.02
+    assert not Paged(spec_of(64), 1, kind)(q[:3], k[:3], 0 * v[:3], batch_of(0, 3, [0])).any()
+
+
+@both
+def test_a_block_is_copied_by_its_index(kind: str) -> None:
+    """A sequence goes on from a copy of a block that another one has filled in part, with the same bytes."""
+    q, k, v = normal(12, 6, 64), normal(12, 2, 64, seed=1), normal(12, 2, 64, seed=2)
+    paged = Paged(spec_of(64), 2, kind)
+    paged(q[:9], k[:9], v[:9], batch_of(0, 9, [0]))
+    paged.k_cache[1], paged.v_cache[1] = paged.k_cache[0].clone(), paged.v_cache[0].clone()
+    outputs = [paged(q[9:], k[9:], v[9:], batch_of(9, 3, [block])) for block in (0, 1)]
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_a_block_takes_what_is_said_of_it() -> None:
+    for kind in ("tiled", *(["native"] if library.available() is None else [])):
+        for cache in backend_of(kind, spec_of(80)).new_caches(7):
+            assert cache.nbytes == 7 * 2 * BLOCK * kv_bytes(80, torch.int8) == 7 * 2 * BLOCK * 84
+
+
+@needs_c
+def test_it_runs_in_c_where_sizes_fit_and_in_torch_elsewhere() -> None:
+    assert isinstance(backend_of("native", spec_of(64)), NativeAttention)
+    assert isinstance(backend_of("native", spec_of(24)), TiledAttention)
