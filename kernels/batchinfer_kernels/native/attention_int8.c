@@ -9,14 +9,15 @@
 
 enum { MOST = 127, MOST_WEIGHT = 255 };
 static const float LEAST = 1e-30f;
+static const float ROUNDS = 12582912.0f; /* 1.5 * 2^23: added to a number it leaves a whole one in the lowest bits */
 
 INLINE const float *scales_of(const char *codes, int dim)
 {
     return (const float *)(codes + (size_t)dim * LANES);
 }
 
-/* Lane i: sum + bytes 4i .. 4i + 3 of a, unsigned, times those of b, signed. The compiler's own name for the instruction
- * made it keep sums in memory. */
+/* Lane i: sum + bytes 4i .. 4i + 3 of a, unsigned, times those of b, signed. With the compiler's own name for the
+ * instruction it kept sums in memory. */
 INLINE __m512i dot_fours(__m512i sum, __m512i a, __m512i b)
 {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
@@ -134,8 +135,8 @@ static void clear_block(char *values, int dim)
 
 /* Scores of `num_rows` rows and `num_blocks` blocks of keys, both constants, in units of the row's scale.
  * keys[b + ahead] is fetched. */
-INLINE void score_blocks(const int num_rows, const int num_blocks, const int8_t *queries, const int32_t *excess, int dim,
-                         const char *const *keys, int ahead, float *scores, int stride)
+INLINE void score_blocks(const int num_rows, const int num_blocks, const int8_t *queries, const int32_t *excess,
+                         int dim, const char *const *keys, int ahead, float *scores, int stride)
 {
     __m512i sum[ROWS][8];
 #pragma GCC unroll 8
@@ -189,58 +190,91 @@ INLINE void score_rows(const int num_rows, const int8_t *queries, const int32_t 
         score_blocks(num_rows, 1, queries, excess, dim, keys + b, ahead, scores + b * LANES, stride);
 }
 
-/* 2^x within 2^-17 for x up to 1, exactly 0 from -127 down; NaN for NaN. */
+/* 2^x within 2^-18 of it for x up to 1, exactly 0 from -127 down; NaN for NaN. */
 INLINE __m512 weight_of(__m512 x)
 {
-    const __m512 shift = _mm512_set1_ps(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
+    const __m512 shift = _mm512_set1_ps(ROUNDS);
     x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);    /* of an unordered pair, max gives the second */
     const __m512 whole = _mm512_add_ps(x, shift);
     const __m512 part = _mm512_sub_ps(x, _mm512_sub_ps(whole, shift));
-    __m512 sum = _mm512_set1_ps(9.618437357674640e-3f);
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(5.550332471162809e-2f));
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(2.402264791363012e-1f));
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(6.931472028550421e-1f));
+    /* Its largest relative error is as small as that of any such polynomial can be. */
+    __m512 sum = _mm512_set1_ps(9.58269089e-3f);
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(5.59061170e-2f));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(2.40240991e-1f));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(6.93124235e-1f));
     sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f));
     return (__m512)_mm512_add_epi32((__m512i)sum, _mm512_slli_epi32((__m512i)whole, 23));
 }
 
-/* Weights of one row over blocks begin .. end; its highest score and the sum of its weights. A token's weight here has
- * its value's scale in it. Returns what codes of weights are multiplied by. `scores` are overwritten. */
-INLINE float softmax_row(const struct row *row, float *scores, uint8_t *weights, const char *const *values, int begin,
-                         int end, int dim, float scale, float softcap, float *top, float *sum)
+/* A row's scores become what they are under a softcap, and -infinity where it sees nothing; the highest of them.
+ * Of blocks only those from first to last are its own, see softmax_rows. */
+INLINE __m512 finish_scores(const struct row *row, float *scores, int first, int last, float scale, float softcap)
 {
-    const __m512 nothing = _mm512_set1_ps(-INFINITY);
-    __m512 highest = nothing;
-    for (int b = begin; b < end; b++) {
-        __m512 score = _mm512_load_ps(scores + b * LANES);
-        if (softcap != 0.0f)
-            score = _mm512_mul_ps(tanh_of(_mm512_mul_ps(score, _mm512_set1_ps(scale))), _mm512_set1_ps(softcap));
-        score = _mm512_mask_mov_ps(nothing, seen_lanes(row, b * LANES), score);
-        _mm512_store_ps(scores + b * LANES, score);
-        highest = _mm512_max_ps(highest, score);
-    }
     if (softcap != 0.0f)
-        scale = 1.0f;
-    /* The bound only matters for a row that sees nothing but scores of -infinity. */
-    *top = fmaxf(_mm512_reduce_max_ps(highest) * scale, -1e30f);
-    const __m512 zero = _mm512_setzero_ps();
-    __m512 total = zero, most = zero;
-    for (int b = begin; b < end; b++) {
-        const __m512 score = _mm512_load_ps(scores + b * LANES);
-        const __m512 weight = weight_of(_mm512_fmsub_ps(score, _mm512_set1_ps(scale), _mm512_set1_ps(*top)));
-        const __m512 scaled = _mm512_mul_ps(weight, _mm512_loadu_ps(scales_of(values[b], dim)));
-        total = _mm512_add_ps(total, weight);
-        most = _mm512_max_ps(most, scaled);
-        _mm512_store_ps(scores + b * LANES, scaled);
+        for (int b = first; b <= last; b++) {
+            const __m512 part = _mm512_mul_ps(_mm512_load_ps(scores + b * LANES), _mm512_set1_ps(scale));
+            _mm512_store_ps(scores + b * LANES, _mm512_mul_ps(tanh_of(part), _mm512_set1_ps(softcap)));
+        }
+    const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    for (int b = first; b <= last; b += last > first ? last - first : 1) {
+        const __m512 seen = _mm512_mask_mov_ps(nothing, seen_lanes(row, b * LANES), _mm512_load_ps(scores + b * LANES));
+        _mm512_store_ps(scores + b * LANES, seen);
     }
-    *sum = _mm512_reduce_add_ps(total);
-    const float heaviest = _mm512_reduce_max_ps(most);
-    const __m512 factor = _mm512_set1_ps(heaviest < LEAST ? 0.0f : MOST_WEIGHT / heaviest);
-    for (int b = begin; b < end; b++) {
-        const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(scores + b * LANES), factor);
-        _mm_storeu_si128((__m128i *)(weights + b * LANES), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(scaled)));
+    __m512 highest = nothing, second = nothing;
+    int b = first;
+    for (; b < last; b += 2) {
+        highest = _mm512_max_ps(highest, _mm512_load_ps(scores + b * LANES));
+        second = _mm512_max_ps(second, _mm512_load_ps(scores + (b + 1) * LANES));
     }
-    return heaviest / MOST_WEIGHT;
+    if (b == last)
+        highest = _mm512_max_ps(highest, _mm512_load_ps(scores + b * LANES));
+    return _mm512_max_ps(highest, second);
+}
+
+/* Weights of rows over blocks begin .. end, which are 0 in blocks where a row sees nothing; their highest scores and
+ * the sums of their weights. A token's weight here has its value's scale in it; `factors` undo codes of weights.
+ * `scores` are overwritten. Each pass is over all rows, so that none waits for the end of another. */
+INLINE void softmax_rows(const int num_rows, const struct row *rows, float *scores, uint8_t *weights, int stride,
+                         const char *const *values, int begin, int end, int dim, float *scales, float softcap,
+                         float *tops, float *sums, float *factors)
+{
+    for (int r = 0; r < num_rows; r++) {
+        const int first = rows[r].first / LANES, last = rows[r].last / LANES;
+        const __m512 highest = finish_scores(rows + r, scores + r * stride, first, last, scales[r], softcap);
+        if (softcap != 0.0f)
+            scales[r] = 1.0f;
+        /* The bound only matters for a row that sees nothing but scores of -infinity. */
+        tops[r] = fmaxf(_mm512_reduce_max_ps(highest) * scales[r], -1e30f);
+    }
+    for (int r = 0; r < num_rows; r++) {
+        const __m512 scale = _mm512_set1_ps(scales[r]), top = _mm512_set1_ps(tops[r]);
+        __m512 total = _mm512_setzero_ps(), most = total;
+        for (int b = rows[r].first / LANES; b <= rows[r].last / LANES; b++) {
+            float *score = scores + r * stride + b * LANES;
+            const __m512 weight = weight_of(_mm512_fmsub_ps(_mm512_load_ps(score), scale, top));
+            const __m512 scaled = _mm512_mul_ps(weight, _mm512_loadu_ps(scales_of(values[b], dim)));
+            total = _mm512_add_ps(total, weight);
+            most = _mm512_max_ps(most, scaled);
+            _mm512_store_ps(score, scaled);
+        }
+        sums[r] = _mm512_reduce_add_ps(total);
+        factors[r] = _mm512_reduce_max_ps(most);
+    }
+    for (int r = 0; r < num_rows; r++) {
+        const __m512 factor = _mm512_set1_ps(factors[r] < LEAST ? 0.0f : MOST_WEIGHT / factors[r]);
+        factors[r] /= MOST_WEIGHT;
+        const int first = rows[r].first / LANES, last = rows[r].last / LANES;
+        uint8_t *codes = weights + r * stride;
+        for (int b = begin; b < first; b++)
+            _mm_store_si128((__m128i *)(codes + b * LANES), _mm_setzero_si128());
+        for (int b = first; b <= last; b++) {
+            const __m512 scaled = _mm512_load_ps(scores + r * stride + b * LANES);
+            const __m512 whole = _mm512_fmadd_ps(scaled, factor, _mm512_set1_ps(ROUNDS));
+            _mm_store_si128((__m128i *)(codes + b * LANES), _mm512_cvtepi32_epi8((__m512i)whole));
+        }
+        for (int b = last + 1; b < end; b++)
+            _mm_store_si128((__m128i *)(codes + b * LANES), _mm_setzero_si128());
+    }
 }
 
 /* Weighted values of `num_rows` rows in `num_parts` registers of dimensions from `from` on. values[b + ahead] is
@@ -319,15 +353,15 @@ INLINE void attend_rows(const int num_rows, const struct row *rows, const struct
         memcpy(excess + r, rows[r].query + dim + sizeof scales[r], sizeof excess[r]);
     }
     score_rows(num_rows, queries, excess, dim, work->blocks, ahead, begin, end, scores, stride);
+    float tops[ROWS], sums[ROWS];
+    softmax_rows(num_rows, rows, scores, weights, stride, values, begin, end, dim, scales, softcap, tops, sums,
+                 factors);
     for (int r = 0; r < num_rows; r++) {
-        float top, sum;
-        factors[r] = softmax_row(rows + r, scores + r * stride, weights + r * stride, values, begin, end, dim,
-                                 scales[r], softcap, &top, &sum);
         if (rows[r].top_sum) {
-            rows[r].top_sum[0] = top;
-            rows[r].top_sum[1] = sum;
+            rows[r].top_sum[0] = tops[r];
+            rows[r].top_sum[1] = sums[r];
         } else {
-            factors[r] /= sum;
+            factors[r] /= sums[r];
         }
     }
     weigh_rows(num_rows, weights, stride, values, ahead, begin, end, dim, rows, factors);
