@@ -32,6 +32,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled rope": ("llama3", {}),
     "odd widths": ("smollm", {"hidden_size": 144, "intermediate_size": 100}),
     "window": ("mistral", {"head_dim": 48, **WINDOW}),
+    "keys and values in bfloat16": ("llama-bias", {}),
     "two KV groups": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}),
 }
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,7 +96,8 @@ def count_whole(runner: LocalRunner) -> list[int]:
 def test_whole_layers_give_the_bytes_of_their_parts(name: str, make_runner: MakeRunner) -> None:
     family, overrides = WHOLE[name]
     for threads in (1, 3):
-        runner = make_runner(family, overrides, quantization="int8", num_threads=threads)
+        kv_cache_dtype = "bfloat16" if name.endswith("bfloat16") else "int8"
+        runner = make_runner(family, overrides, quantization="int8", num_threads=threads, kv_cache_dtype=kv_cache_dtype)
         assert len(runner.kv_groups) == (2 if name == "two KV groups" else 1)
         sizes = count_whole(runner)
         found = {chunk: run(runner, chunk=chunk) for chunk in (1 << 30, 50)}

@@ -63,6 +63,8 @@ static void attend_work(const struct step *step, const struct layer *layer, cons
         const int64_t token = members[i], position = step->positions[token], first = first_seen(step, position);
         if (position < begin || first >= end)
             continue; /* sees nothing of this split, while others of its tile do */
+        if (layer->read && !layer->read[token])
+            continue;
         const int64_t entry = step->entry[token];
         for (int64_t g = 0; g < group; g++) {
             const int64_t head = work->kv_head * group + g;

@@ -30,6 +30,7 @@ struct layer {
     float *out;                  /* [tokens, heads, head_dim] */
     float *part, *part_top_sum;  /* [entries, heads, head_dim] and [entries, heads, 2] */
     char *queries;               /* [tokens, heads, 2 * head_dim]: scratch */
+    const uint8_t *read;         /* by token: whether its attention is read; NULL: all of them are */
     float scale, softcap;        /* of the query; and 0, or what the hyperbolic tangent is multiplied by */
 };
 

@@ -70,7 +70,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride")),
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
         *((name, ctypes.c_int64) for name in ("block_stride", "head_stride", "format")),
-        *((name, ctypes.c_void_p) for name in ("out", "part", "part_top_sum", "queries")),
+        *((name, ctypes.c_void_p) for name in ("out", "part", "part_top_sum", "queries", "read")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 

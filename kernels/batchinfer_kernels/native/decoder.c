@@ -47,6 +47,7 @@ struct buffers {
     struct quantized x, inner;
     float *qkv, *attended;
     char *queries;
+    uint8_t *read; /* by token, whether it is wanted of the last layer */
 };
 
 static void *take(char **at, size_t bytes)
@@ -77,6 +78,7 @@ static struct buffers lay_out(const struct decoder *decoder, long rows, char **a
     found.qkv = take(at, rows * (q_size + 2 * kv_size) * sizeof(float));
     found.attended = take(at, rows * q_size * sizeof(float));
     found.queries = take(at, rows * q_size * 2);
+    found.read = take(at, rows);
     return found;
 }
 
@@ -114,6 +116,8 @@ static void run_layer(const struct decoder *decoder, const struct decoder_step *
         batchinfer_rms_norm_row(step->hidden + t * hidden, layer->input_norm, decoder->eps, hidden, &normed, t);
     batchinfer_linear_part(&normed, step->num_tokens, &layer->qkv, layer->qkv_bias, buffers->qkv, 0);
 
+    /* Behind its keys and values, the last layer is worked out for those only that somebody reads. */
+    const int64_t *wanted = at == decoder->num_layers - 1 ? step->wanted : NULL;
     struct layer attention = *step->caches[at];
     attention.q = buffers->qkv;
     attention.k = buffers->qkv + q_size;
@@ -123,6 +127,7 @@ static void run_layer(const struct decoder *decoder, const struct decoder_step *
     attention.part = step->part;
     attention.part_top_sum = step->part_top_sum;
     attention.queries = buffers->queries;
+    attention.read = wanted ? buffers->read : NULL;
     batchinfer_clear_values(plan, &attention);
 #pragma omp for schedule(dynamic, ROWS_AT_A_TIME) nowait
     for (long t = 0; t < step->num_tokens; t++) {
@@ -133,8 +138,6 @@ static void run_layer(const struct decoder *decoder, const struct decoder_step *
         batchinfer_store_token(plan, &attention, t);
     }
     batchinfer_attend_tiles(plan, &attention, queue);
-    /* From here on only for the rows that somebody reads. */
-    const int64_t *wanted = at == decoder->num_layers - 1 ? step->wanted : NULL;
     const long rows = wanted ? step->num_wanted : step->num_tokens;
     float *stream = wanted ? step->out : step->hidden;
     const struct quantized taken = for_layer(&buffers->x, &layer->o);
@@ -163,6 +166,11 @@ void batchinfer_decoder(const struct decoder *decoder, const struct decoder_step
     char *at = step->scratch;
     const struct buffers buffers = lay_out(decoder, step->num_tokens, &at);
     int64_t queue;
+    if (step->wanted) {
+        memset(buffers.read, 0, step->num_tokens);
+        for (long i = 0; i < step->num_wanted; i++)
+            buffers.read[step->wanted[i]] = 1;
+    }
 #pragma omp parallel num_threads(threads)
     for (long layer = 0; layer < decoder->num_layers; layer++)
         run_layer(decoder, step, layer, &buffers, &queue);
