@@ -121,11 +121,12 @@ INLINE void multiply_plain(const int rows, const struct quantized *x, long t, co
     default: multiply(ROWS, __VA_ARGS__);             \
     }
 
-static inline void bytes_tile(long rows, const struct quantized *x, long t, const struct packed *w, long panel,
-                              __m512 sum[ROWS][2])
+/* `first`: of those that take this panel one after the other. */
+static inline void bytes_tile(long rows, const int first, const struct quantized *x, long t, const struct packed *w,
+                              long panel, __m512 sum[ROWS][2])
 {
-    /* Once a block, since what is there already is fetched in vain; behind the last panel there is nothing to harm. */
-    if (t % ROW_BLOCK == 0)
+    /* Once, since what is there already is fetched in vain; behind the last panel there is nothing to harm. */
+    if (first)
         FOR_ROWS(multiply_bytes, rows, 1, x, t, w, panel, sum)
     else
         FOR_ROWS(multiply_bytes, rows, 0, x, t, w, panel, sum)

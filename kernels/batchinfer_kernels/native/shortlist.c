@@ -198,7 +198,7 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
                 for (long t = block * ROW_BLOCK; t < stop; t += ROWS) {
                     const long here = least(ROWS, stop - t);
                     __m512 sum[ROWS][2];
-                    bytes_tile(here, x, t, w, panel, sum);
+                    bytes_tile(here, t == block * ROW_BLOCK, x, t, w, panel, sum);
                     for (long r = 0; r < here; r++) {
                         const __m512 error = _mm512_set1_ps(spreads[t + r].error);
                         const __m512 length = _mm512_set1_ps(spreads[t + r].length);
