@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.types.request import TokenLogprobs
+
+_PIECE = 512  # numbers that are added up by one thread
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
@@ -16,7 +19,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
     The rank of a token is one more than the number of tokens with a larger logit. Equal ones stand by id, also where
     not all of them are told: a row's entry does not follow from how many tokens other rows ask for.
     """
-    lse = torch.logsumexp(logits.double(), dim=-1)
+    lse = _log_sum_exp(logits)
     chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
     own = logits.gather(1, chosen)
     ranks = ((logits > own).sum(-1) + 1).tolist()
@@ -26,6 +29,15 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[i
         TokenLogprobs(int(token), logprob, rank, top)
         for token, logprob, rank, top in zip(token_ids, own_logprobs, ranks, tops, strict=True)
     ]
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """float64 [R] of finite logits float32 [R, V], the same for any number of rows and threads: the sum over a row that
+    is alone would be split over threads, in parts that follow from how many there are."""
+    highest = logits.amax(-1, keepdim=True).double()
+    powers = torch.exp(logits.double() - highest)
+    pieces = F.pad(powers, (0, -powers.shape[1] % _PIECE)).view(len(powers), -1, _PIECE)
+    return highest[:, 0] + pieces.sum(-1).sum(-1).log()
 
 
 def _top_tokens(logits: Tensor, lse: Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:

@@ -341,3 +341,19 @@ def test_non_finite_rows_are_found_and_large_ones_are_not() -> None:
     logits[1, 7], logits[2, 0], logits[3, 49] = torch.nan, torch.inf, -torch.inf
     logits[4] = 3e38  # finite, but their sum is not
     assert finite_rows(logits).tolist() == [True, False, False, False, True, True]
+
+
+def test_logprobs_do_not_depend_on_other_rows_and_threads() -> None:
+    """A row of a real vocabulary is long enough for a sum to be split over threads, if it is alone."""
+    before = torch.get_num_threads()
+    try:
+        for seed in range(40):
+            logits = torch.randn(3, 49152, generator=torch.Generator().manual_seed(seed)) * 4
+            torch.set_num_threads(1)
+            together = token_logprobs(logits, [7, 8, 9], [2, 0, 1])
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                alone = [token_logprobs(logits[[r]], [7 + r], [(2, 0, 1)[r]])[0] for r in range(3)]
+                assert alone == together, (seed, threads)
+    finally:
+        torch.set_num_threads(before)
