@@ -124,6 +124,31 @@ def test_what_whole_layers_are_not_for_runs_part_by_part(name: str, make_runner:
 
 
 @needs_native
+def test_where_nothing_is_wanted_the_last_layer_ends_with_its_keys_and_values(make_runner: MakeRunner) -> None:
+    """A model of one layer leaves the residual stream as it came; a later step finds the chunk's keys and values."""
+    runner = make_runner(overrides={"num_hidden_layers": 1}, quantization="int8")
+    model: Any = runner._model
+    untouched: list[bool] = []
+    results: list[Tensor] = []
+
+    class Compared(model.ops.decoder):  # type: ignore[misc, name-defined]
+        def run(self, hidden: Tensor, *args: Any) -> Tensor:
+            before = hidden.clone()
+            results.append(super().run(hidden, *args))
+            untouched.append(torch.equal(hidden, before))
+            return results[-1]
+
+    model.ops = replace(model.ops, decoder=Compared)
+    prompt = prompts()[0]
+    driver = StepDriver(runner)
+    chunked, at_once = driver.add(prompt), driver.add(prompt)
+    driver.step({chunked: 100})
+    driver.step({chunked: 200, at_once: 300})
+    assert [len(result) for result in results] == [0, 2] and all(untouched)
+    assert torch.equal(results[1][0], results[1][1])
+
+
+@needs_native
 def test_a_sick_row_stays_alone(make_runner: MakeRunner) -> None:
     runner = make_runner(quantization="int8")
     expected = run(runner, chunk=1 << 30)[1]

@@ -34,7 +34,7 @@ struct decoder_step {
     const struct layer *const *caches;
     float *part, *part_top_sum; /* attention's, for the layer that has most of them */
     /* The last layer's result goes to `out` [num_wanted, hidden_size], these rows of it; or all stay in `hidden`, and
-     * wanted is NULL. */
+     * num_wanted is -1. */
     const int64_t *wanted;
     long num_wanted;
     float *out;
@@ -117,7 +117,7 @@ static void run_layer(const struct decoder *decoder, const struct decoder_step *
     batchinfer_linear_part(&normed, step->num_tokens, &layer->qkv, layer->qkv_bias, buffers->qkv, 0);
 
     /* Behind its keys and values, the last layer is worked out for those only that somebody reads. */
-    const int64_t *wanted = at == decoder->num_layers - 1 ? step->wanted : NULL;
+    const int some = at == decoder->num_layers - 1 && step->num_wanted >= 0;
     struct layer attention = *step->caches[at];
     attention.q = buffers->qkv;
     attention.k = buffers->qkv + q_size;
@@ -127,7 +127,7 @@ static void run_layer(const struct decoder *decoder, const struct decoder_step *
     attention.part = step->part;
     attention.part_top_sum = step->part_top_sum;
     attention.queries = buffers->queries;
-    attention.read = wanted ? buffers->read : NULL;
+    attention.read = some ? buffers->read : NULL;
     batchinfer_clear_values(plan, &attention);
 #pragma omp for schedule(dynamic, ROWS_AT_A_TIME) nowait
     for (long t = 0; t < step->num_tokens; t++) {
@@ -138,16 +138,16 @@ static void run_layer(const struct decoder *decoder, const struct decoder_step *
         batchinfer_store_token(plan, &attention, t);
     }
     batchinfer_attend_tiles(plan, &attention, queue);
-    const long rows = wanted ? step->num_wanted : step->num_tokens;
-    float *stream = wanted ? step->out : step->hidden;
+    const long rows = some ? step->num_wanted : step->num_tokens;
+    float *stream = some ? step->out : step->hidden;
     const struct quantized taken = for_layer(&buffers->x, &layer->o);
 #pragma omp for schedule(dynamic, ROWS_AT_A_TIME)
     for (long i = 0; i < rows; i++) {
-        const long t = wanted ? wanted[i] : i;
+        const long t = some ? step->wanted[i] : i;
         if (plan->entry[t] >= 0)
             batchinfer_merge_token(plan, &attention, t);
         batchinfer_quantize_row(buffers->attended + t * q_size, q_size, &taken, i);
-        if (wanted)
+        if (some)
             memcpy(stream + i * hidden, step->hidden + t * hidden, hidden * sizeof(float));
     }
     batchinfer_linear_part(&taken, rows, &layer->o, layer->o_bias, stream, 1);
@@ -166,7 +166,7 @@ void batchinfer_decoder(const struct decoder *decoder, const struct decoder_step
     char *at = step->scratch;
     const struct buffers buffers = lay_out(decoder, step->num_tokens, &at);
     int64_t queue;
-    if (step->wanted) {
+    if (step->num_wanted >= 0) {
         memset(buffers.read, 0, step->num_tokens);
         for (long i = 0; i < step->num_wanted; i++)
             buffers.read[step->wanted[i]] = 1;

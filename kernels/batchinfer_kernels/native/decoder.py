@@ -138,7 +138,7 @@ class NativeDecoder:
             part=self._partial.data_ptr(),
             part_top_sum=self._partial[entries * heads * self._decoder.head_dim :].data_ptr(),
             wanted=address(wanted),
-            num_wanted=len(out),
+            num_wanted=-1 if wanted is None else len(wanted),  # no row wanted has no address either
             out=out.data_ptr(),
             scratch=-(-self._scratch.data_ptr() // _ALIGNED) * _ALIGNED,
         )
