@@ -179,6 +179,16 @@ def test_zeros_and_large_scores_stay_finite(kind: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("size", [3e4, 1e6, 1e12])
+def test_a_token_that_sees_itself_only_gets_its_value_however_large_its_score(kind: str, size: float) -> None:
+    """Float32 numbers are 256 apart there: a difference that is rounded once only may be that far above zero."""
+    q, k, v = size * normal(40, 6, 64), size * normal(40, 2, 64, seed=1), normal(40, 2, 64, seed=2)
+    got = Paged(spec_of(64, window=1), 3, kind)(q, k, v, batch_of(0, 40, [0, 1, 2]))
+    assert (got - v.repeat_interleave(3, 1)).abs().max() < 0.02
+    assert Paged(spec_of(64), 3, kind)(q, k, v, batch_of(0, 40, [0, 1, 2])).isfinite().all()
+
+
+@both
 def test_a_block_is_copied_by_its_index(kind: str) -> None:
     """A sequence goes on from a copy of a block that another one has filled in part, with the same bytes."""
     q, k, v = normal(12, 6, 64), normal(12, 2, 64, seed=1), normal(12, 2, 64, seed=2)

@@ -245,6 +245,14 @@ INLINE void softmax_rows(const int num_rows, const struct row *rows, float *scor
             scales[r] = 1.0f;
         /* The bound only matters for a row that sees nothing but scores of -infinity. */
         tops[r] = fmaxf(_mm512_reduce_max_ps(highest) * scales[r], -1e30f);
+        /* Only the top is rounded where the other product is fused, and a score may be above it: too far if so large. */
+        if (fabsf(tops[r]) > 0x1p23f) {
+            for (int b = first; b <= last; b++) {
+                float *score = scores + r * stride + b * LANES;
+                _mm512_store_ps(score, _mm512_mul_ps(_mm512_load_ps(score), _mm512_set1_ps(scales[r])));
+            }
+            scales[r] = 1.0f;
+        }
     }
     for (int r = 0; r < num_rows; r++) {
         const __m512 scale = _mm512_set1_ps(scales[r]), top = _mm512_set1_ps(tops[r]);
