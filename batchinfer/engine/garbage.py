@@ -7,27 +7,48 @@ the modules of torch alone are a hundred thousand objects.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 RARELY = (20_000, 50, 50)
 
+Thresholds = tuple[int, int, int]
+
+_lock = threading.Lock()
+_num_inside = 0
+_before: Thresholds = (0, 0, 0)
+_during: Thresholds = (0, 0, 0)
+
 
 @contextmanager
 def collected_rarely() -> Iterator[None]:
-    """Collections are rare until the context is left; then the program's thresholds are as before.
+    """Collections are rare until all who entered have left; then the program's thresholds are as before.
 
     A program that has the collector switched off, or set to be rarer, is left as it is; what it has frozen stays so,
     and what it sets meanwhile too. May be entered by several threads, which may leave in any order.
     """
-    before = gc.get_threshold()
-    during = (max(before[0], RARELY[0]), max(before[1], RARELY[1]), max(before[2], RARELY[2]))
-    if before[0] == 0 or during == before:
-        yield
-        return
-    gc.set_threshold(*during)
+    _enter()
     try:
         yield
     finally:
-        if gc.get_threshold() == during:
-            gc.set_threshold(*before)
+        _leave()
+
+
+def _enter() -> None:
+    global _num_inside, _before, _during
+    with _lock:
+        if _num_inside == 0:
+            _before = before = gc.get_threshold()
+            if before[0]:
+                gc.set_threshold(*map(max, before, RARELY))
+            _during = gc.get_threshold()  # not always what was set: CPython 3.14 has no third threshold
+        _num_inside += 1
+
+
+def _leave() -> None:
+    global _num_inside
+    with _lock:
+        _num_inside -= 1
+        if _num_inside == 0 and gc.get_threshold() == _during:
+            gc.set_threshold(*_before)
