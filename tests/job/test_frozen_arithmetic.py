@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,20 @@ def test_a_better_machine_goes_on_as_the_job_began(job):
         again = job(machine)
         assert frozen(again) == PLAIN
         assert again.sources["engine.kernels"] == first.sources["engine.kernels"]
+
+
+def test_a_job_goes_on_with_the_kv_cache_that_auto_was_then(job):
+    """It was bfloat16 before it was int8."""
+    now = job(SUITED)
+    kv_cache = {"model.kv_cache_dtype": "bfloat16"}
+    first = freeze_job(replace(now, semantic={**now.semantic, **kv_cache}))
+    assert first.sources["model.kv_cache_dtype"] == "auto: with int8"
+    again = job(SUITED)
+    assert frozen(now) == INT8 and frozen(again) == frozen(first) == ("int8", "bfloat16", *INT8[2:])
+    assert again.sources["model.kv_cache_dtype"] == "auto: with int8"
+    assert freeze_job(again).engine_config.kv_cache_dtype == "bfloat16"
+    with pytest.raises(ResumeRefused, match=r'model\.kv_cache_dtype: "bfloat16" -> "int8"'):
+        job(SUITED, "model.kv_cache_dtype=int8")
 
 
 def test_what_the_user_changes_is_refused(job):
