@@ -11,9 +11,12 @@ from batchinfer_kernels.table import resolve
 from torch import Tensor
 
 from batchinfer.attention.backend import AttentionBackend, TiledAttention, kv_bytes, make_attention
+from batchinfer.attention.context import LayerCache
 from batchinfer.attention.native import NativeAttention
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.attention.tiles import StepBatch
+from batchinfer.runner.block_copies import copy_blocks
+from batchinfer.types.step import BlockCopy
 
 needs_c = pytest.mark.skipif(library.available() is not None, reason="no C kernels here")
 BLOCK, SPLIT, DEVICE = 16, 256, torch.device("cpu")
@@ -189,13 +192,19 @@ def test_a_token_that_sees_itself_only_gets_its_value_however_large_its_score(ki
 
 
 @both
-def test_a_block_is_copied_by_its_index(kind: str) -> None:
-    """A sequence goes on from a copy of a block that another one has filled in part, with the same bytes."""
+def test_blocks_are_copied_as_the_runner_does(kind: str) -> None:
+    """A sequence goes on from a copy of a block that another one has filled in part, with the same bytes. In native
+    caches, whose heads lie apart, as in those of torch."""
     q, k, v = normal(12, 6, 64), normal(12, 2, 64, seed=1), normal(12, 2, 64, seed=2)
-    paged = Paged(spec_of(64), 2, kind)
-    paged(q[:9], k[:9], v[:9], batch_of(0, 9, [0]))
-    paged.k_cache[1], paged.v_cache[1] = paged.k_cache[0].clone(), paged.v_cache[0].clone()
-    outputs = [paged(q[9:], k[9:], v[9:], batch_of(9, 3, [block])) for block in (0, 1)]
+    paged = Paged(spec_of(64), 4, kind)
+    paged(q[:9], k[:9], v[:9], batch_of(0, 9, [2]))
+    before = [cache.clone() for cache in (paged.k_cache, paged.v_cache)]
+    layer = LayerCache(group=0, spec=paged.spec, k_cache=paged.k_cache, v_cache=paged.v_cache)
+    copy_blocks([layer], [BlockCopy(0, 2, 0)])
+    for cache, old in zip((paged.k_cache, paged.v_cache), before, strict=True):
+        assert cache.is_contiguous() == (kind == "tiled")
+        assert torch.equal(cache, old[[2, 1, 2, 3]])
+    outputs = [paged(q[9:], k[9:], v[9:], batch_of(9, 3, [block])) for block in (2, 0)]
     assert torch.equal(outputs[0], outputs[1])
 
 

@@ -122,6 +122,8 @@ ARITHMETICS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},  # with the best kernels that are here
     "int8 reference": {"quantization": "int8", "kernels": "reference"},
+    "int8, KV bfloat16": {"quantization": "int8", "kv_cache_dtype": "bfloat16"},
+    "float32, KV int8": {"dtype": "float32", "kernels": "cpu", "kv_cache_dtype": "int8"},
 }
 
 
@@ -189,7 +191,7 @@ def test_rows_of_a_model_do_not_depend_on_the_batch(
     assert (engine.stats().num_cached_tokens > 0) == cache
 
 
-@pytest.mark.parametrize("arithmetic", ["int8", "int8 reference"])
+@pytest.mark.parametrize("arithmetic", [name for name in ARITHMETICS if name != "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_members_in_int8_do_not_depend_on_the_batch(
     tiny_models: dict[str, Path], one_at_a_time: Callable[[str, str], Result], family: str, arithmetic: str
@@ -203,7 +205,13 @@ def test_members_in_int8_do_not_depend_on_the_batch(
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize(
     ("family", "arithmetic", "block_size", "pool_blocks"),
-    [*((family, "float32", 4, 28) for family in FAMILIES), ("llama", "int8", 16, 6), ("smollm", "int8", 4, 28)],
+    [
+        *((family, "float32", 4, 28) for family in FAMILIES),
+        ("llama", "int8", 16, 6),
+        ("smollm", "int8", 4, 28),
+        ("llama", "int8, KV bfloat16", 16, 6),
+        ("llama", "float32, KV int8", 4, 28),
+    ],
 )
 def test_fifty_pre_emptions_change_no_bit(
     tiny_models: dict[str, Path],
