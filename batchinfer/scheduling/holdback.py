@@ -108,8 +108,8 @@ class Holdback:
         return [seq for others in self._held.values() for seq in others]
 
     def check(self, prefilling: list[Sequence]) -> None:
-        """Asserts that these are noted as they are, and everybody waits for what one of them is about to publish."""
-        assert set(self._notes) <= set(prefilling), "a sequence is said to compute a prefix"
+        """Asserts that these alone are noted, as they are, and all wait for what one of them is about to publish."""
+        assert set(self._notes) == set(prefilling), "those who compute a prefix are not those who are noted"
         awaited: set[int] = set()
         for seq, (parent, run) in self._notes.items():
             chain, first = seq.chains[0], seq.num_published[0]

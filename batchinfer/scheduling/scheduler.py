@@ -501,7 +501,7 @@ class Scheduler:
         ]
         check_queues(queues, self._seqs)
         check_blocks(self._prefilling + self._decoding, waiting + held, self._blocks.managers)
-        self._holdback.check(self._prefilling)
+        self._holdback.check(self._prefilling if self.enable_prefix_caching else [])
         self._blocks.wanted.check(seq.seq_id for seq in waiting + held)
 
 

@@ -289,6 +289,23 @@ def test_one_row_computes_and_the_others_wait_for_blocks_and_what_comes_behind_t
     assert bench.scheduler.num_cached_tokens == 7 * 20
 
 
+def test_one_waits_for_a_sequence_that_lags_behind_the_blocks_it_shares() -> None:
+    """Two compute the same two blocks. The second has published none when the first has published both, and is then
+    about to compute what comes behind them."""
+    bench = Bench(block_size=4, budget=24)
+    head, more = numbers(8, seed=0), numbers(12, seed=1)
+    bench.add([*head, *numbers(14, seed=2)], max_tokens=1)
+    lags = bench.add([*head, *more, 999], max_tokens=1, prompt_logprobs=0)  # reads no cache, so waits for nobody
+    late = bench.add([*head, *more, 998], max_tokens=1)
+    bench.step()
+    assert lags.num_computed == 2 and late.status is Status.WAITING
+    bench.step()
+    bench.drain()
+    bench.assert_right()
+    assert [len(plan) for plan in bench.plans] == [2, 1, 1]
+    assert late.num_cached_tokens == 20
+
+
 # -------------------------------------------------------------------- what stays
 
 
