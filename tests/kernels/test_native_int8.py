@@ -245,6 +245,23 @@ def test_argmax_of_narrow_and_wide_rows(native: Int8Ops, width: int) -> None:
     assert torch.equal(index, native.linear(x, packed, None, None).argmax(-1)) and finite.all()
 
 
+def test_argmax_takes_a_fraction_of_what_logits_would_with_any_number_of_threads() -> None:
+    from batchinfer_kernels.native.int8 import NativeInt8
+
+    native, features = NativeInt8(), 5000
+    packed = native.pack(None, None, normal(features, 96, seed=12))
+    x = native.quantize(normal(200, 96, seed=13), plain=True)
+    expected = native.linear(x, packed, None, None).argmax(-1)
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 3, 16):
+            torch.set_num_threads(number)
+            assert torch.equal(native.argmax(x, packed)[0], expected)
+            assert native._scratch.numel() < len(x) * features * 4 / 10
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_row_has_the_same_bytes_in_any_batch(native: Int8Ops) -> None:
     values, scales = weights(300, 576)
     packed = native.pack(values, scales, normal(64, 576, seed=2).bfloat16())

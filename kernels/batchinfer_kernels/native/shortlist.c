@@ -13,19 +13,6 @@
 
 enum { HALF = PANEL / 2 };
 
-/* Half a panel's outputs, which one register holds: the first of them, and what none is above. */
-struct candidate {
-    int32_t first;
-    float ceiling;
-};
-
-/* Of one row, what one thread has seen. `floor`: some output is at least that. The candidates lie elsewhere: what each
- * step looks at should lie close together. */
-struct shortlist {
-    float floor;
-    int32_t count;
-};
-
 /* A row's |x - x'| and |x'|; float32's own rounding is covered by the slack, which is far above it. */
 struct spread {
     float error, length;
@@ -95,20 +82,12 @@ static struct spread spread_of(const struct quantized *x, long t, long width)
     return (struct spread){(sqrtf(_mm512_reduce_add_ps(error)) + rounding * norm) * SLACK, norm * SLACK};
 }
 
-static void add_candidate(struct shortlist *list, struct candidate *candidates, __mmask16 some, __m512 near,
-                          __m512 bound, int32_t first)
-{
-    list->floor = fmaxf(list->floor, _mm512_mask_reduce_max_ps(some, _mm512_sub_ps(near, bound)));
-    const float ceiling = _mm512_mask_reduce_max_ps(some, _mm512_add_ps(near, bound));
-    candidates[list->count++] = (struct candidate){first, ceiling};
-}
-
 struct best {
     float value;
     int64_t index;
 };
 
-/* The better of `best` and of a candidate's outputs, which are computed as the layer does. */
+/* The better of `best` and of half a panel's outputs, which are computed as the layer does. */
 static struct best better(struct best best, const struct quantized *x, long t, const struct packed *w, int32_t first)
 {
     const uint16_t *weights = w->plain + first / PANEL * w->width * PANEL + first % PANEL * 2;
@@ -124,75 +103,75 @@ static struct best better(struct best best, const struct quantized *x, long t, c
     return best;
 }
 
-/* Where lists and candidates of threads and rows lie. */
-struct lists {
-    struct candidate *candidates; /* [threads][rows][capacity] */
-    struct shortlist *lists;      /* [threads][rows] */
-    long rows, capacity;
-    int threads;
-};
+/* Halves of panels, each of which one register holds; so many that registers of ceilings are full, an odd number: rows
+ * an even one apart got in each other's way in the caches. */
+INLINE long halves_of(const struct packed *w) { return ((2 * panels_of(w->num_plain) + HALF - 1) / HALF * HALF) | HALF; }
 
-INLINE long capacity_of(const struct packed *w) { return 2 * panels_of(w->num_plain); }
-
-static struct best best_of_lists(const struct quantized *x, long t, const struct packed *w, const struct lists *all)
+/* The better of `best` and of halves whose ceilings are at least `from`, no lower than the best, and not `done`. */
+static struct best better_of_halves(struct best best, const struct quantized *x, long t, const struct packed *w,
+                                    const float *ceilings, float from, float done)
 {
-    struct candidate likeliest = {-1, -INFINITY};
-    for (int i = 0; i < all->threads; i++) {
-        const long at = i * all->rows + t;
-        const struct candidate *candidates = all->candidates + at * all->capacity;
-        for (int32_t c = 0; c < all->lists[at].count; c++)
-            if (candidates[c].ceiling > likeliest.ceiling)
-                likeliest = candidates[c];
+    for (long half = 0; half < halves_of(w); half += HALF) {
+        const __m512 ceiling = _mm512_loadu_ps(ceilings + half), limit = _mm512_set1_ps(fmaxf(from, best.value));
+        unsigned some = _mm512_cmp_ps_mask(ceiling, limit, _CMP_GE_OQ) &
+                        _mm512_cmp_ps_mask(ceiling, _mm512_set1_ps(done), _CMP_NEQ_UQ);
+        for (; some; some &= some - 1) {
+            const long at = half + __builtin_ctz(some);
+            if (ceilings[at] >= best.value)
+                best = better(best, x, t, w, (int32_t)at * HALF);
+        }
     }
+    return best;
+}
+
+static struct best best_of_row(const struct quantized *x, long t, const struct packed *w, const float *ceilings)
+{
+    __m512 highest = _mm512_loadu_ps(ceilings);
+    for (long half = HALF; half < halves_of(w); half += HALF)
+        highest = _mm512_max_ps(highest, _mm512_loadu_ps(ceilings + half));
+    const float likeliest = _mm512_reduce_max_ps(highest);
     struct best best = {-INFINITY, INT64_MAX};
-    if (likeliest.first < 0) { /* nothing is above -FLT_MAX */
+    if (likeliest == -INFINITY) { /* nothing is above -FLT_MAX */
         for (long first = 0; first < w->num_plain; first += HALF)
             best = better(best, x, t, w, (int32_t)first);
         return best;
     }
     /* It comes first: it rules out most others. */
-    best = better(best, x, t, w, likeliest.first);
-    for (int i = 0; i < all->threads; i++) {
-        const long at = i * all->rows + t;
-        const struct candidate *candidates = all->candidates + at * all->capacity;
-        for (int32_t c = 0; c < all->lists[at].count; c++)
-            if (candidates[c].ceiling >= best.value && candidates[c].first != likeliest.first)
-                best = better(best, x, t, w, candidates[c].first);
-    }
-    return best;
+    best = better_of_halves(best, x, t, w, ceilings, likeliest, NAN);
+    return better_of_halves(best, x, t, w, ceilings, -FLT_MAX, likeliest);
 }
 
-/* Of `batchinfer_largest`'s scratch. */
+/* Of `batchinfer_largest`'s scratch: a 16th of what the outputs themselves would take, and what is small. */
 long batchinfer_largest_scratch_bytes(long rows, const struct packed *w, int threads)
 {
-    const long of_list = sizeof(struct shortlist) + capacity_of(w) * (long)sizeof(struct candidate);
-    return rows * (threads * of_list + (long)sizeof(struct spread));
+    return rows * ((halves_of(w) + threads) * (long)sizeof(float) + (long)sizeof(struct spread));
 }
 
 /* index [rows]: where the plain features of x W^T are largest, the lowest among equals; finite [rows]: whether the row
- * and that output are finite. x has values and plain; the bytes of w stand for the same features. scratch: see `lists`,
- * then spreads of [rows]. */
+ * and that output are finite. x has values and plain; the bytes of w stand for the same features. scratch:
+ * ceilings [rows][halves], what no output of a half is above, -infinity where the largest is not among them; floors
+ * [threads][rows], what some output is at least; spreads [rows]. */
 void batchinfer_largest(const struct quantized *x, long rows, const struct packed *w, const float *lengths,
                         const float *errors, int64_t *index, uint8_t *finite, void *scratch, int threads)
 {
     const long panels = panels_of(w->num_plain), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    const long capacity = capacity_of(w);
-    struct candidate *all_candidates = scratch;
-    struct shortlist *all_lists = (struct shortlist *)(all_candidates + threads * rows * capacity);
-    struct spread *spreads = (struct spread *)(all_lists + threads * rows);
-    const struct lists all = {all_candidates, all_lists, rows, capacity, threads};
+    const long halves = halves_of(w);
+    float *all_ceilings = scratch, *all_floors = all_ceilings + rows * halves;
+    struct spread *spreads = (struct spread *)(all_floors + threads * rows);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (long t = 0; t < rows; t++) {
             spreads[t] = spread_of(x, t, w->width);
             for (int i = 0; i < threads; i++)
-                all_lists[i * rows + t] = (struct shortlist){-FLT_MAX, 0};
+                all_floors[i * rows + t] = -FLT_MAX;
+            for (long half = 0; half < halves; half += HALF)
+                _mm512_storeu_ps(all_ceilings + t * halves + half, _mm512_set1_ps(-INFINITY));
         }
 #pragma omp for collapse(2) schedule(dynamic, 4)
         for (long block = 0; block < blocks; block++)
             for (long panel = 0; panel < panels; panel++) {
-                const long mine = omp_get_thread_num() * rows;
+                float *floors = all_floors + omp_get_thread_num() * rows;
                 const long first = panel * PANEL, stop = least(rows, (block + 1) * ROW_BLOCK);
                 const __mmask16 there[2] = {lanes(first, w->num_plain), lanes(first + 16, w->num_plain)};
                 for (long t = block * ROW_BLOCK; t < stop; t += ROWS) {
@@ -202,17 +181,19 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
                     for (long r = 0; r < here; r++) {
                         const __m512 error = _mm512_set1_ps(spreads[t + r].error);
                         const __m512 length = _mm512_set1_ps(spreads[t + r].length);
-                        struct shortlist *list = all_lists + mine + t + r;
+                        float *ceilings = all_ceilings + (t + r) * halves + 2 * panel;
                         for (int half = 0; half < 2; half++) {
                             const long from = first + 16 * half;
                             const __m512 bound = _mm512_fmadd_ps(error, _mm512_loadu_ps(lengths + from),
                                                                  _mm512_mul_ps(length, _mm512_loadu_ps(errors + from)));
                             const __m512 ceiling = _mm512_add_ps(sum[r][half], bound);
                             const __mmask16 some = _mm512_mask_cmp_ps_mask(
-                                there[half], ceiling, _mm512_set1_ps(list->floor), _CMP_GE_OQ);
-                            if (some)
-                                add_candidate(list, all_candidates + (mine + t + r) * capacity, some, sum[r][half], bound,
-                                              (int32_t)from);
+                                there[half], ceiling, _mm512_set1_ps(floors[t + r]), _CMP_GE_OQ);
+                            if (some) {
+                                const __m512 floor = _mm512_sub_ps(sum[r][half], bound);
+                                floors[t + r] = fmaxf(floors[t + r], _mm512_mask_reduce_max_ps(some, floor));
+                                ceilings[half] = _mm512_mask_reduce_max_ps(some, ceiling);
+                            }
                         }
                     }
                 }
@@ -222,7 +203,7 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
             const int is_finite = isfinite(spreads[t].error) && isfinite(spreads[t].length);
             struct best best = {NAN, 0};
             if (is_finite)
-                best = best_of_lists(x, t, w, &all);
+                best = best_of_row(x, t, w, all_ceilings + t * halves);
             finite[t] = isfinite(best.value);
             index[t] = finite[t] ? best.index : 0;
         }
