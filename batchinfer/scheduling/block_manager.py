@@ -60,11 +60,6 @@ class BlockManager:
         """Blocks that `allocate` can give."""
         return len(self._free) + len(self._idle) + len(self._kept)
 
-    @property
-    def num_cached(self) -> int:
-        """Full blocks that a prefix can be found in; counts them."""
-        return self._index.num_full()
-
     def match(self, chain: PrefixChain, max_blocks: int) -> list[int]:
         """Blocks that hold the longest published prefix of the chain. Takes no reference: see `acquire`."""
         return self._index.match(chain, max_blocks)
@@ -113,14 +108,14 @@ class BlockManager:
         """Takes idle blocks, oldest first, while it must: while too many are idle, or none is free."""
         idle, kept, key_of = self._idle, self._kept, self._key_of
         last, waiting = self._wanted.last, self._wanted.waiting
-        num_free = len(self._free)
-        while idle and len(blocks) < count and (len(idle) > MAX_IDLE or len(blocks) + num_free < count):
+        must = count - len(self._free)
+        while idle and len(blocks) < count and (len(idle) > MAX_IDLE or len(blocks) < must):
             block = idle.popitem(last=False)[0]
-            if last.get(hash(key_of[block])) in waiting:
+            if last.get(hash(key_of[block])) in waiting:  # see `Wanted`
                 kept[block] = None
             else:
                 blocks.append(block)
-        while len(blocks) + num_free < count:
+        while len(blocks) < must:
             blocks.append(kept.popitem(last=False)[0])
         self.num_evictions += len(blocks)
         self._index.drop(blocks)

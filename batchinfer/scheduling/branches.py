@@ -50,9 +50,6 @@ class Branches:
     def __init__(self) -> None:
         self.after: dict[int, bytes | list[bytes]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self.after)
-
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         for parent, runs in self.after.items():
             for run in [runs] if isinstance(runs, bytes) else runs:

@@ -64,10 +64,6 @@ class PrefixIndex:
         self.key_of: list[BlockKey | None] = [None] * num_blocks  # to look at
         self._branches = Branches()
 
-    def num_full(self) -> int:
-        """Full blocks; counts them."""
-        return sum(len(run) == self._block_bytes for _, run in self._block_of)
-
     def match(self, chain: PrefixChain, max_blocks: int) -> list[int]:
         """Published full blocks of the longest prefix of the chain, at most `max_blocks` of them."""
         block_of = self._block_of

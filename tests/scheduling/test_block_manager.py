@@ -66,11 +66,12 @@ def test_a_hit_compares_tokens_and_not_the_hash_alone() -> None:
 def test_released_blocks_stay_until_they_are_needed_and_go_least_recently_used_first() -> None:
     manager = manager_of(4)
     first, second = fill(manager, [1] * 8), fill(manager, [2] * 8)
-    blocks_of_second = list(second)
+    blocks_of_first, blocks_of_second = list(first), list(second)
     manager.release(first)
     manager.release(second)
     assert manager.num_available == 4
-    assert manager.num_cached == 4
+    assert manager.match(chain_of([1] * 8), 2) == blocks_of_first
+    assert manager.match(chain_of([2] * 8), 2) == blocks_of_second
     table: list[int] = []
     manager.allocate(2, table)
     manager.check([table])
@@ -93,7 +94,7 @@ def test_a_block_that_is_used_anew_has_lost_its_hash() -> None:
     table = fill(manager, [1, 2, 3, 4])
     manager.release(table)
     manager.allocate(1, table)
-    assert manager.num_cached == 0
+    assert manager.match(chain_of([1, 2, 3, 4]), 1) == []
     manager.release(table)
     assert manager.match(chain_of([1, 2, 3, 4]), 1) == []
     manager.check([])

@@ -355,7 +355,7 @@ def test_what_is_known_of_waiting_rows_does_not_grow_with_the_rows_that_have_run
         bench.add(numbers(80, seed=i), max_tokens=1)
         bench.step()
     bench.drain()
-    assert len(bench.scheduler._blocks.wanted) < 8192
+    assert len(bench.scheduler._blocks.wanted.last) < 8192
 
 
 # -------------------------------------------------------------------- whole workloads
