@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from batchinfer_kernels.table import resolve
 
+from batchinfer.arithmetic import KV_CACHE_DTYPES
 from batchinfer.attention.backend import make_attention
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.errors import ConfigError
+from batchinfer.job.plan_report import kv_bytes_per_token
 from batchinfer.runner.kv_memory import KVLayout, allocate, bytes_per_block, free_memory, resolve_num_blocks
 from batchinfer.runner.sequence_state import BlockRow
 
@@ -65,6 +68,20 @@ def test_layers_are_grouped_by_window_and_share_nothing_else() -> None:
     assert {layer.k_cache.shape for layer in layers} == {(5, 3, 16, 64)}
     assert {layer.v_cache.dtype for layer in layers} == {torch.bfloat16}
     assert len({layer.v_cache.data_ptr() for layer in layers}) == 3
+
+
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
+@pytest.mark.parametrize("num_kv_heads", [3, 9])
+def test_a_plan_says_the_bytes_that_blocks_take(dtype: str, num_kv_heads: int) -> None:
+    config = {
+        "num_hidden_layers": 5,
+        "num_attention_heads": 9,
+        "num_key_value_heads": num_kv_heads,
+        "hidden_size": 9 * 64,
+    }
+    specs = [replace(SPEC, num_kv_heads=num_kv_heads)] * 5
+    planned = kv_bytes_per_token(config, dtype)
+    assert planned is not None and 16 * planned == bytes_per_block(specs, 16, getattr(torch, dtype))
 
 
 def test_free_memory_is_a_sensible_number() -> None:

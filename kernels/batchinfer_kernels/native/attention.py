@@ -2,8 +2,8 @@
 
 A block has LANES tokens. Its keys of one head are [D / n, LANES, n]: a register holds n neighbouring dimensions of all
 tokens, as many as make 4 bytes. Its values are [LANES / n, D, n]: a register holds 16 dimensions of n neighbouring
-tokens. `pack_keys` and `pack_values` say so in torch; `attention_*.c` write and read the caches. In int8 the LANES
-scales follow as float32, and keys are 128 above their value, as unsigned bytes.
+tokens. In int8 the LANES scales follow as float32, and keys are 128 above their value, as unsigned bytes. `pack_keys`,
+`pack_values` and `unpack_int8` say so in torch, for tests; `attention_*.c` write and read the caches.
 
 A `TileStep` says what is attended to, for all layers of a step, a `TileLayer` where a layer's KV lies, for all steps;
 `attend` runs one layer.
