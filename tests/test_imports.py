@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BASE = {"types", "config", "errors", "log", "metrics"}
+BASE = {"types", "config", "errors", "garbage", "log", "metrics"}
 ENGINE_SIDE = {
     "scheduling",
     "text",
@@ -30,6 +30,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "types": (BASE, set()),
     "config": (BASE, set()),
     "errors": (BASE, set()),
+    "garbage": (BASE, set()),
     "log": (BASE, set()),
     "metrics": (BASE, set()),
     "scheduling": (BASE, set()),

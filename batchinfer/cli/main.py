@@ -22,6 +22,7 @@ from typing import Any
 import click
 
 from batchinfer.errors import BatchinferError, ConfigError, Interrupted
+from batchinfer.garbage import WHILE_LOADING
 
 EXIT_CODES = """\b
 Exit codes:
@@ -193,7 +194,7 @@ def _look_for(job: str) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     _open_standard_files()
-    gc.set_threshold(50_000, 20, 50)  # most of what there is are modules: looking at them often only takes time
+    gc.set_threshold(*WHILE_LOADING)
     signal.signal(signal.SIGTERM, _terminated)  # a run has a better way, once there is something to stop in order
     code = _run(arguments)
     with contextlib.suppress(OSError, ValueError):  # the reader of our output may have left

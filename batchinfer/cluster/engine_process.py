@@ -31,6 +31,7 @@ from batchinfer.cluster.lifecycle import (
 )
 from batchinfer.cluster.phases import phases, process_start
 from batchinfer.errors import BatchinferError, ConfigError, EngineError
+from batchinfer.garbage import RARELY
 
 if TYPE_CHECKING:
     from batchinfer.cluster.leased_rows import LeasedRows
@@ -159,10 +160,9 @@ class EngineProcess:
             engine_config = replace(engine_config, num_threads=threads)
         with phases.span("loads the model"):
             engine = load_engine(engine_config)
-        # What is loaded stays, so the collector need not look at it again; and a hundred thousand sequences
-        # come and go without cycles, so it need not look often.
+        # What is loaded stays, so the collector need not look at it again.
         gc.freeze()
-        gc.set_threshold(20_000, 50, 50)
+        gc.set_threshold(*RARELY)
         gc.enable()
         feed = RowFeed(engine, self.job, epoch=self.config["epoch"], report=self.report)
         seconds = time.monotonic() - start

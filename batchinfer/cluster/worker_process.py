@@ -29,9 +29,8 @@ from batchinfer.cluster.lifecycle import (
     log_to,
 )
 from batchinfer.cluster.phases import phases, process_start
+from batchinfer.garbage import WHILE_LOADING
 
-# Modules and tokenizers are millions of objects that stay: looking at them again and again was a tenth of the start.
-RARELY = (50_000, 20, 50)
 PARENT_GONE_S = 0.2  # a process that ends closes its pipes a moment before it is gone
 started_engine: EngineHost | None = None
 _scratch: str | None = None
@@ -39,7 +38,7 @@ _scratch: str | None = None
 
 def main() -> int:
     global _scratch
-    gc.set_threshold(*RARELY)
+    gc.set_threshold(*WHILE_LOADING)
     signal.signal(signal.SIGTERM, _terminated)  # until Dask's loop has a better way
     end_with_parent(int(sys.argv[1]))
     leave_interrupts_to_the_driver()

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias
 
 from batchinfer.config import EngineConfig
 from batchinfer.engine.build import load_engine
-from batchinfer.engine.garbage import collected_rarely
 from batchinfer.errors import ConfigError
+from batchinfer.garbage import collected_rarely
 from batchinfer.text import PromptRenderer, PromptSpec, prepare_rows
 from batchinfer.types.request import Request, RequestOutput, SamplingParams
 from batchinfer.types.rows import ErrorClass, RowError

@@ -13,8 +13,8 @@ import pytest
 
 import batchinfer
 from batchinfer import LLM, SamplingParams
-from batchinfer.engine.garbage import RARELY, collected_rarely
 from batchinfer.errors import ConfigError, EngineError
+from batchinfer.garbage import RARELY, collected_rarely
 from batchinfer.types.rows import ErrorClass
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

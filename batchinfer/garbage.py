@@ -1,7 +1,6 @@
-"""Python's garbage collector while an engine runs in somebody else's program.
+"""How seldom Python's garbage collector runs: in our own processes, and in a program that an engine runs in.
 
-A run makes and drops many objects, hardly any in cycles, and each whole collection looks at all that the program has:
-the modules of torch alone are a hundred thousand objects.
+Each whole collection looks at all that there is: the modules of torch alone are a hundred thousand objects.
 """
 
 from __future__ import annotations
@@ -11,6 +10,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# While things load that stay: looking at modules and tokenizers again and again was a tenth of the start.
+WHILE_LOADING = (50_000, 20, 50)
+# While rows run: a run makes and drops many objects, hardly any in cycles.
 RARELY = (20_000, 50, 50)
 
 Thresholds = tuple[int, int, int]
