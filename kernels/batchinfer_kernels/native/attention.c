@@ -5,9 +5,10 @@
  * share a KV head) are worked on ROWS at a time: scores, softmax and values of these stay in the first-level cache.
  * Scores are in units of log 2, so that weights are powers of two.
  *
- * What a row gives for a split depends on nothing else: each score and each output is one chain of additions in the
- * order of the dimensions or tokens, whatever the number of rows beside it; a token that the row does not see has a
- * weight of exactly zero, and its value is finite (see write_values), so that it adds nothing.
+ * What a row gives for a split depends on nothing else, whatever the number of rows beside it: each score and each
+ * output is in bfloat16 one chain of additions in the order of the dimensions or tokens, and in int8 a sum of whole
+ * numbers, exact in any order. A token that the row does not see has a weight of exactly zero, and its value is finite
+ * (formats' `clear` and `write` see to that), so that it adds nothing.
  */
 
 #include <omp.h>
