@@ -50,44 +50,50 @@ struct buffers {
     uint8_t *read; /* by token, whether it is wanted of the last layer */
 };
 
-static void *take(char **at, size_t bytes)
+/* Scratch as it is handed out; without a start it is only counted. */
+struct arena {
+    char *start;
+    size_t used;
+};
+
+static void *take(struct arena *arena, size_t bytes)
 {
-    void *found = *at;
-    *at += (bytes + 63) / 64 * 64;
+    void *found = arena->start ? arena->start + arena->used : NULL;
+    arena->used += (bytes + 63) / 64 * 64;
     return found;
 }
 
-static struct quantized take_quantized(char **at, long rows, long width)
+static struct quantized take_quantized(struct arena *arena, long rows, long width)
 {
     const long padded = (width + GROUP - 1) / GROUP * GROUP;
     struct quantized taken;
-    taken.values = take(at, rows * padded);
-    taken.plain = take(at, rows * padded * sizeof(uint16_t));
-    taken.scales = take(at, rows * padded / GROUP * sizeof(float));
-    taken.zeros = take(at, rows * padded / GROUP * sizeof(int32_t));
+    taken.values = take(arena, rows * padded);
+    taken.plain = take(arena, rows * padded * sizeof(uint16_t));
+    taken.scales = take(arena, rows * padded / GROUP * sizeof(float));
+    taken.zeros = take(arena, rows * padded / GROUP * sizeof(int32_t));
     return taken;
 }
 
-static struct buffers lay_out(const struct decoder *decoder, long rows, char **at)
+static struct buffers lay_out(const struct decoder *decoder, long rows, struct arena *arena)
 {
     const long q_size = decoder->num_heads * decoder->head_dim, kv_size = decoder->num_kv_heads * decoder->head_dim;
     const long hidden = decoder->hidden_size;
     struct buffers found;
-    found.x = take_quantized(at, rows, hidden > q_size ? hidden : q_size);
-    found.inner = take_quantized(at, rows, decoder->layers[0].down.width);
-    found.qkv = take(at, rows * (q_size + 2 * kv_size) * sizeof(float));
-    found.attended = take(at, rows * q_size * sizeof(float));
-    found.queries = take(at, rows * q_size * 2);
-    found.read = take(at, rows);
+    found.x = take_quantized(arena, rows, hidden > q_size ? hidden : q_size);
+    found.inner = take_quantized(arena, rows, decoder->layers[0].down.width);
+    found.qkv = take(arena, rows * (q_size + 2 * kv_size) * sizeof(float));
+    found.attended = take(arena, rows * q_size * sizeof(float));
+    found.queries = take(arena, rows * q_size * 2);
+    found.read = take(arena, rows);
     return found;
 }
 
 /* Bytes of scratch for a step of `rows` tokens. */
 long batchinfer_decoder_scratch_bytes(const struct decoder *decoder, long rows)
 {
-    char *end = NULL;
-    lay_out(decoder, rows, &end);
-    return (long)(intptr_t)end;
+    struct arena arena = {NULL, 0};
+    lay_out(decoder, rows, &arena);
+    return (long)arena.used;
 }
 
 /* As a layer takes its activations: only in the forms that it has features for. */
@@ -163,8 +169,8 @@ static void run_layer(const struct decoder *decoder, const struct decoder_step *
 
 void batchinfer_decoder(const struct decoder *decoder, const struct decoder_step *step, int threads)
 {
-    char *at = step->scratch;
-    const struct buffers buffers = lay_out(decoder, step->num_tokens, &at);
+    struct arena arena = {step->scratch, 0};
+    const struct buffers buffers = lay_out(decoder, step->num_tokens, &arena);
     int64_t queue;
     if (step->num_wanted >= 0) {
         memset(buffers.read, 0, step->num_tokens);
