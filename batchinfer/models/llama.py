@@ -91,16 +91,19 @@ class DecoderLayer(nn.Module):
         hidden = self.attn.forward(self.input_norm.forward(hidden), hidden, cos, sin, ctx, wanted)
         return self.mlp.forward(self.post_norm.forward(hidden), hidden)
 
-    def packed(self) -> DecoderWeights:
-        """As `NativeDecoder` takes it, of int8 weights that native kernels have packed."""
+    def in_c(self) -> DecoderWeights | None:
+        """As `NativeDecoder` takes it; None where weights are not packed for it, or heads have norms of their own."""
         attn, mlp = self.attn, self.mlp
+        qkv, o, gate_up, down = (x.weights.in_c() for x in (attn.qkv, attn.o, mlp.gate_up, mlp.down))
+        if qkv is None or o is None or gate_up is None or down is None or attn.q_norm is not None:
+            return None
         return DecoderWeights(
             input_norm=self.input_norm.weight,
             post_norm=self.post_norm.weight,
-            qkv=attn.qkv.weights.params,
-            o=attn.o.weights.params,
-            gate_up=mlp.gate_up.weights.params,
-            down=mlp.down.weights.params,
+            qkv=qkv,
+            o=o,
+            gate_up=gate_up,
+            down=down,
             qkv_bias=attn.qkv.bias,
             o_bias=attn.o.bias,
             gate_up_bias=mlp.gate_up.bias,
@@ -147,16 +150,23 @@ class LlamaForCausalLM(nn.Module):
         return hidden
 
     def _whole(self, ctx: ForwardContext) -> tuple[NativeDecoder, list[tuple[TileLayer, TileStep]]] | None:
-        """What runs all layers in one call, where the kernel table has such a thing, the scheme and the attention are
-        those that it is for, and heads have no norms of their own; else None."""
-        if self.ops.decoder is None or self.facts.quantization != "int8" or self.config.qk_norm:
+        """What runs all layers in one call, where the kernel table has such a thing, and layers and attention are what
+        it is for; else None."""
+        if self.ops.decoder is None:
             return None
         attention = ctx.in_c()
         if attention is None:
             return None
         if self._decoder is None:
+            layers = []
+            for layer in self.layers:
+                assert isinstance(layer, DecoderLayer)
+                in_c = layer.in_c()
+                if in_c is None:
+                    return None
+                layers.append(in_c)
             self._decoder = self.ops.decoder(
-                [layer.packed() for layer in self.layers if isinstance(layer, DecoderLayer)],
+                layers,
                 num_heads=self.config.num_heads,
                 num_kv_heads=self.config.num_kv_heads,
                 head_dim=self.config.head_dim,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from batchinfer_kernels.int8 import GROUP, Int8Ops, QuantizedRows
+from batchinfer_kernels.native.int8 import PackedLayer
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
@@ -77,6 +78,9 @@ class Int8Weights:
 
     def argmax(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor]:
         return self._ops.argmax(self._rows(x), self.params)
+
+    def in_c(self) -> PackedLayer | None:
+        return self.params if isinstance(self.params, PackedLayer) else None
 
     def _rows(self, x: Tensor | QuantizedRows) -> QuantizedRows:
         return self._ops.quantize(x, **self._takes) if isinstance(x, Tensor) else x

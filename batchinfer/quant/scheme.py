@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+from batchinfer_kernels.native.int8 import PackedLayer
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
@@ -53,6 +54,10 @@ class LinearWeights(Protocol):
     def argmax(self, x: Any) -> tuple[Tensor, Tensor]:
         """Of y = x W^T: (int64 [T], the index of each row's largest value, of equal ones the lowest; bool [T],
         whether all of the row are finite). Does not hold [T, N] where it can be avoided."""
+        ...
+
+    def in_c(self) -> PackedLayer | None:
+        """What C code that runs whole layers takes, after `finish`; None where the weights are not packed for it."""
         ...
 
 

@@ -51,3 +51,6 @@ class PlainWeights:
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self._ops.linear_argmax(x, self._weight)
+
+    def in_c(self) -> None:
+        return None

@@ -21,6 +21,7 @@ from batchinfer.layers import LayerMaker, Linear
 from batchinfer.modelfiles.safetensors_header import read_checkpoint
 from batchinfer.quant import resolve_scheme
 from batchinfer.quant.int8 import Int8
+from batchinfer.quant.unquantized import Unquantized
 from batchinfer.weights import Rule, load_weights, loading
 
 BACKENDS = ["reference", "cpu"] + ["native"] * (library.available() is None)
@@ -227,6 +228,15 @@ def test_a_sick_weight_or_row_is_seen(ops: Ops, tmp_path: Path) -> None:
 def test_only_the_last_parts_can_be_sensitive() -> None:
     with pytest.raises(AssertionError):
         make(resolve("reference")).linear(64, {"a": 32, "b": 32}, bias=False, sensitive=("a",))
+
+
+def test_only_layers_that_native_kernels_have_packed_are_for_c(ops: Ops, tmp_path: Path) -> None:
+    layer = make(ops).linear(64, {"": 32}, bias=False)
+    assert layer.weights.in_c() is None  # nothing is there yet
+    fill(layer, {"weight": normal(32, 64)}, tmp_path)
+    assert layer.weights.in_c() is (layer.weights.params if ops.backend == "native" else None)
+    plain = LayerMaker(ops=ops, scheme=Unquantized(), dtype=torch.float32, device=torch.device("cpu"))
+    assert plain.linear(64, {"": 32}, bias=False).weights.in_c() is None
 
 
 def test_schemes_by_name() -> None:
