@@ -117,7 +117,8 @@ class NativeInt8:
     def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> PackedLayer:
         packed = {"features": torch.tensor([0 if x is None else x.shape[0] for x in (values, plain)])}
         if values is not None and scales is not None:
-            packed |= _pack_bytes(_whole(values, PANEL, GROUP), _whole(scales, PANEL, 1))
+            values, scales = _whole(values, PANEL, GROUP), _whole(scales.float(), PANEL, 1)
+            packed |= _pack_bytes((values, scales), (values[HALF:], scales[HALF:]), step=PANEL)
         if plain is not None:
             wide = _whole(plain.to(torch.bfloat16), PANEL, GROUP)
             packed["plain"] = _panels(wide, 2)
@@ -126,10 +127,12 @@ class NativeInt8:
         return PackedLayer(packed)
 
     def pack_gated(self, gate_values: Tensor, gate_scales: Tensor, up_values: Tensor, up_scales: Tensor) -> PackedLayer:
-        gate, up = (_whole(values, GROUP, GROUP) for values in (gate_values, up_values))
-        sides = (_whole(scales, GROUP, 1) for scales in (gate_scales, up_scales))
-        packed = _pack_bytes(_interleave(gate, up), _interleave(*sides))
-        return PackedLayer(packed | {"features": torch.tensor([2 * gate.shape[0], 0])})
+        gate, up = (
+            (_whole(values, GROUP, GROUP), _whole(scales.float(), GROUP, 1))
+            for values, scales in ((gate_values, gate_scales), (up_values, up_scales))
+        )
+        features = torch.tensor([2 * gate[0].shape[0], 0])
+        return PackedLayer(_pack_bytes(gate, up, step=HALF) | {"features": features})
 
     def quantize(self, x: Tensor, *, values: bool = True, plain: bool = False) -> NativeRows:
         num_rows, width = x.shape
@@ -226,16 +229,21 @@ def _pack_shortlist(plain: Tensor) -> dict[str, Tensor]:
     return packed if packed["lengths"].isfinite().all() and packed["errors"].isfinite().all() else {}
 
 
-def _pack_bytes(values: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    """values int8 [N, K] and scales [N, K / GROUP], whole panels and groups."""
-    features, width = values.shape
-    sums = values.view(features, -1, GROUP).sum(-1, dtype=torch.int32)
-    by_panel = (features // PANEL, PANEL, width // GROUP)
-    return {
-        "values": _panels(values, 4),
-        "scales": scales.float().reshape(by_panel).transpose(1, 2).contiguous(),
-        "offsets": (-sums).view(by_panel).transpose(1, 2).contiguous(),
+def _pack_bytes(low: tuple[Tensor, Tensor], high: tuple[Tensor, Tensor], *, step: int) -> dict[str, Tensor]:
+    """Values int8 [N, K] and scales float32 [N, K / GROUP] to panels: HALF rows of `low` and HALF of `high` each, those
+    of the next panel `step` rows further on. Whole panels and groups."""
+    (num_rows, width), groups = low[0].shape, low[1].shape[1]
+    panels = num_rows // step
+    packed = {
+        "values": torch.empty(panels, width // 4, 2, HALF, 4, dtype=torch.int8),
+        "scales": torch.empty(panels, groups, PANEL),
+        "offsets": torch.empty(panels, groups, PANEL, dtype=torch.int32),
     }
+    assert all(x.is_contiguous() for x in (*low, *high))
+    _functions().batchinfer_pack_panels(
+        *(x.data_ptr() for x in (*low, *high)), step, panels, width, *(x.data_ptr() for x in packed.values())
+    )
+    return packed
 
 
 def _panels(rows: Tensor, together: int) -> Tensor:
@@ -282,6 +290,7 @@ def _functions() -> Any:
         "batchinfer_int8_linear": [rows, number, packed, pointer, pointer, ctypes.c_int, ctypes.c_int],
         "batchinfer_int8_gated": [rows, number, packed, pointer, rows, ctypes.c_int],
         "batchinfer_quantize_weight": [pointer, number, number, pointer, pointer],
+        "batchinfer_pack_panels": [*[pointer] * 4, *[number] * 3, *[pointer] * 3],
         "batchinfer_pack_shortlist": [pointer, number, number, *[pointer] * 5, ctypes.c_int],
         "batchinfer_largest": [rows, number, packed, *[pointer] * 5, ctypes.c_int],
     }.items():
