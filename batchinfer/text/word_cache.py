@@ -64,20 +64,21 @@ class WordEncoder:
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer) -> WordEncoder | None:
         """For byte-level BPE with parts that are known here, else None."""
-        state = json.loads(tokenizer.to_str())
-        model, added = state["model"], state["added_tokens"]
-        if model.get("type") != "BPE" or model.get("dropout") or model.get("byte_fallback"):
+        # Asked part by part: the whole in JSON would hold the vocabulary, and take longer than all the rest.
+        model = tokenizer.model
+        if not isinstance(model, tokenizers.models.BPE) or model.dropout or model.byte_fallback:
             return None
-        if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        if model.continuing_subword_prefix or model.end_of_word_suffix:
             return None
-        if (state["normalizer"] or {"type": "NFC"}) != {"type": "NFC"}:
+        if _state(tokenizer.normalizer) not in (None, {"type": "NFC"}):
             return None
-        pattern = _word_pattern(state["pre_tokenizer"])
+        added = tokenizer.get_added_tokens_decoder()
+        pattern = _word_pattern(_state(tokenizer.pre_tokenizer))
         if pattern is None:
             return None
-        if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added):
+        if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
             return None
-        return cls(tokenizer, pattern, {token["content"]: token["id"] for token in added if token["content"]})
+        return cls(tokenizer, pattern, {token.content: i for i, token in added.items() if token.content})
 
     def encode(self, text: str) -> list[int] | None:
         if not text.isascii() and self._unknown.search(text) is not None:
@@ -127,6 +128,11 @@ class WordEncoder:
                 if len(self._parts) < _MAX_PARTS:
                     self._parts[part] = plain
         return ids
+
+
+def _state(part: Any) -> Any:
+    """A part of a tokenizer as tokenizer.json has it."""
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _word_pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
