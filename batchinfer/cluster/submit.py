@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from batchinfer.cluster.lifecycle import in_thread
+from batchinfer.cluster.lifecycle import behind_engines, in_thread
 from batchinfer.cluster.local import LocalWorkers
 from batchinfer.cluster.phases import phases
 from batchinfer.cluster.progress import Progress
@@ -276,9 +276,9 @@ def run_on_local_workers(
         first_window=first_window,
     )
     signals.stop_in_order(coordinator.stop)
-    importing = in_thread("imports", _import_dask)
     coordinator.begin()
-    importing.join()
+    # Not beside that: engines load meanwhile, which takes longest, and before it ends no worker needs a scheduler.
+    in_thread("imports", _import_dask).join()
     from batchinfer.cluster.dask_settings import apply_settings
 
     apply_settings(worker_ttl_s=job.spec.cluster.hang_timeout_s / 2)
@@ -339,6 +339,7 @@ def run_on_local_workers(
 
 def _import_dask() -> None:
     """Ahead of its use; what is wrong with it is told there."""
+    behind_engines()
     with contextlib.suppress(Exception), phases.span("imports Dask"):
         from batchinfer.cluster.dask_settings import apply_settings
 

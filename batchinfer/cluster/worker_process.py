@@ -52,11 +52,11 @@ def main() -> int:
     )
     host.start()
     phases.add("started", process_start(), time.process_time())
-    importing = in_thread("imports", _import_dask)
     config = _told()
     folder = Path(config["log_folder"])
     log = folder / f"engine-{warm['name']}.log"
     host.configure(run=config["run"], epoch=config["epoch"], log=log, num_threads=config["num_threads"])
+    importing = in_thread("imports", _import_dask)
     log_to(folder / f"worker-{warm['name']}.log")
     importing.join()
     # The plugin finds the engine under this module's importable name, not under __main__.
@@ -81,7 +81,8 @@ def _terminated(signum: int, frame: FrameType | None) -> None:
 
 
 def _import_dask() -> None:
-    """In a thread of its own, since the engine, which takes longest, must not wait for a core meanwhile."""
+    """In a thread of its own, and not before the job is frozen: the engine takes longest, and must not wait for a core
+    meanwhile."""
     behind_engines()
     with phases.span("imports Dask"):
         from batchinfer.cluster.dask_settings import apply_settings
