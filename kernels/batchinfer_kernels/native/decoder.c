@@ -1,15 +1,18 @@
 /* All decoder layers of a step in one parallel region; decoder.py says how this is called.
  *
  * A layer is the very operations of the functions that do its parts one by one (quantize.c, int8.c, rope.c,
- * attention.c), in passes over all rows with barriers between them, and so gives the same bytes.
+ * attention.c), and so gives the same bytes. Attention is what tokens have in common: between two layers' attention a
+ * thread takes a share of the rows through everything, see `share_rows`.
  */
 
+#include <omp.h>
 #include <string.h>
 
 #include "attention.h"
 #include "layers.h"
 
-enum { ROWS_AT_A_TIME = 8 };
+/* A share: enough rows to be worth reading all weights of a layer for, few enough to stay in the second-level cache. */
+enum { ROWS_AT_A_TIME = 8, LEAST_SHARE = 32, MOST_SHARE = 128 };
 
 /* Norms' weights [hidden]; biases as the products take them, or NULL. */
 struct decoder_layer {
@@ -107,64 +110,122 @@ static struct quantized for_layer(const struct quantized *buffer, const struct p
     return x;
 }
 
-static void run_layer(const struct decoder *decoder, const struct decoder_step *step, long at,
-                      const struct buffers *buffers, int64_t *queue)
+/* Whether of this layer's result only some rows are read. */
+static int is_last(const struct decoder *decoder, const struct decoder_step *step, long at)
 {
-    const struct decoder_layer *layer = decoder->layers + at;
-    const struct step *plan = step->plans[at];
-    const long hidden = decoder->hidden_size, heads = decoder->num_heads, kv_heads = decoder->num_kv_heads;
-    const long dim = decoder->head_dim, q_size = heads * dim, kv_size = kv_heads * dim;
-    const long qkv_size = q_size + 2 * kv_size, half = step->half;
+    return at == decoder->num_layers - 1 && step->num_wanted >= 0;
+}
 
-    const struct quantized normed = for_layer(&buffers->x, &layer->qkv);
-#pragma omp for schedule(dynamic, ROWS_AT_A_TIME)
-    for (long t = 0; t < step->num_tokens; t++)
-        batchinfer_rms_norm_row(step->hidden + t * hidden, layer->input_norm, decoder->eps, hidden, &normed, t);
-    batchinfer_linear_part(&normed, step->num_tokens, &layer->qkv, layer->qkv_bias, buffers->qkv, 0);
+/* Of a buffer for rows of that width: what is there for rows from `first` on, of that or a smaller width. */
+static struct quantized from_row(const struct quantized *buffer, long first, long width)
+{
+    const long padded = (width + GROUP - 1) / GROUP * GROUP, groups = padded / GROUP;
+    return (struct quantized){buffer->values + first * padded, buffer->scales + first * groups,
+                              buffer->zeros + first * groups, buffer->plain + first * padded};
+}
 
-    /* Behind its keys and values, the last layer is worked out for those only that somebody reads. */
-    const int some = at == decoder->num_layers - 1 && step->num_wanted >= 0;
+/* A layer as attention is told of it. */
+static struct layer attention_of(const struct decoder *decoder, const struct decoder_step *step, long at,
+                                 const struct buffers *buffers)
+{
+    const long q_size = decoder->num_heads * decoder->head_dim, kv_size = decoder->num_kv_heads * decoder->head_dim;
     struct layer attention = *step->caches[at];
     attention.q = buffers->qkv;
     attention.k = buffers->qkv + q_size;
     attention.v = buffers->qkv + q_size + kv_size;
-    attention.q_stride = attention.k_stride = attention.v_stride = qkv_size;
+    attention.q_stride = attention.k_stride = attention.v_stride = q_size + 2 * kv_size;
     attention.out = buffers->attended;
     attention.part = step->part;
     attention.part_top_sum = step->part_top_sum;
     attention.queries = buffers->queries;
-    attention.read = some ? buffers->read : NULL;
-    batchinfer_clear_values(plan, &attention);
-#pragma omp for schedule(dynamic, ROWS_AT_A_TIME) nowait
-    for (long t = 0; t < step->num_tokens; t++) {
+    attention.read = is_last(decoder, step, at) ? buffers->read : NULL;
+    return attention;
+}
+
+/* What comes before attention, for tokens first .. stop. */
+static void begin_layer(const struct decoder *decoder, const struct decoder_step *step, long at,
+                        const struct buffers *buffers, long first, long stop)
+{
+    const struct decoder_layer *layer = decoder->layers + at;
+    const long hidden = decoder->hidden_size, heads = decoder->num_heads, kv_heads = decoder->num_kv_heads;
+    const long dim = decoder->head_dim, q_size = heads * dim, qkv_size = q_size + 2 * kv_heads * dim;
+    const long rows = stop - first, half = step->half;
+
+    const struct quantized here = from_row(&buffers->x, first, hidden > q_size ? hidden : q_size);
+    const struct quantized normed = for_layer(&here, &layer->qkv);
+#pragma omp for schedule(dynamic, ROWS_AT_A_TIME)
+    for (long r = 0; r < rows; r++)
+        batchinfer_rms_norm_row(step->hidden + (first + r) * hidden, layer->input_norm, decoder->eps, hidden, &normed, r);
+    batchinfer_linear_part(&normed, rows, &layer->qkv, layer->qkv_bias, buffers->qkv + first * qkv_size, 0);
+
+    const struct layer attention = attention_of(decoder, step, at, buffers);
+#pragma omp for schedule(dynamic, ROWS_AT_A_TIME)
+    for (long t = first; t < stop; t++) {
         const float *cos = step->cos + t * half, *sin = step->sin + t * half;
         float *row = buffers->qkv + t * qkv_size;
         batchinfer_rotate(row, cos, sin, (int)heads, (int)dim, (int)half);
         batchinfer_rotate(row + q_size, cos, sin, (int)kv_heads, (int)dim, (int)half);
-        batchinfer_store_token(plan, &attention, t);
+        batchinfer_store_token(step->plans[at], &attention, t);
     }
-    batchinfer_attend_tiles(plan, &attention, queue);
-    const long rows = some ? step->num_wanted : step->num_tokens;
-    float *stream = some ? step->out : step->hidden;
-    const struct quantized taken = for_layer(&buffers->x, &layer->o);
+}
+
+/* What comes behind it, for rows first .. stop of the layer's result, then the next layer's beginning. */
+static void end_layer(const struct decoder *decoder, const struct decoder_step *step, long at,
+                      const struct buffers *buffers, long first, long stop)
+{
+    const struct decoder_layer *layer = decoder->layers + at;
+    const struct step *plan = step->plans[at];
+    const long hidden = decoder->hidden_size, q_size = decoder->num_heads * decoder->head_dim;
+    const long rows = stop - first;
+    const int some = is_last(decoder, step, at);
+    float *stream = (some ? step->out : step->hidden) + first * hidden;
+
+    const struct layer attention = attention_of(decoder, step, at, buffers);
+    const struct quantized here = from_row(&buffers->x, first, hidden > q_size ? hidden : q_size);
+    const struct quantized taken = for_layer(&here, &layer->o);
 #pragma omp for schedule(dynamic, ROWS_AT_A_TIME)
-    for (long i = 0; i < rows; i++) {
-        const long t = some ? step->wanted[i] : i;
+    for (long r = 0; r < rows; r++) {
+        const long t = some ? step->wanted[first + r] : first + r;
         if (plan->entry[t] >= 0)
             batchinfer_merge_token(plan, &attention, t);
-        batchinfer_quantize_row(buffers->attended + t * q_size, q_size, &taken, i);
+        batchinfer_quantize_row(buffers->attended + t * q_size, q_size, &taken, r);
         if (some)
-            memcpy(stream + i * hidden, step->hidden + t * hidden, hidden * sizeof(float));
+            memcpy(stream + r * hidden, step->hidden + t * hidden, hidden * sizeof(float));
     }
     batchinfer_linear_part(&taken, rows, &layer->o, layer->o_bias, stream, 1);
 
-    const struct quantized again = for_layer(&buffers->x, &layer->gate_up);
+    const struct quantized again = for_layer(&here, &layer->gate_up);
 #pragma omp for schedule(dynamic, ROWS_AT_A_TIME)
-    for (long t = 0; t < rows; t++)
-        batchinfer_rms_norm_row(stream + t * hidden, layer->post_norm, decoder->eps, hidden, &again, t);
-    const struct quantized inner = for_layer(&buffers->inner, &layer->down);
+    for (long r = 0; r < rows; r++)
+        batchinfer_rms_norm_row(stream + r * hidden, layer->post_norm, decoder->eps, hidden, &again, r);
+    const struct quantized at_inner = from_row(&buffers->inner, first, layer->down.width);
+    const struct quantized inner = for_layer(&at_inner, &layer->down);
     batchinfer_gated_part(&again, rows, &layer->gate_up, layer->gate_up_bias, &inner);
     batchinfer_linear_part(&inner, rows, &layer->down, layer->down_bias, stream, 1);
+
+    if (at + 1 < decoder->num_layers)
+        begin_layer(decoder, step, at + 1, buffers, first, stop);
+}
+
+typedef void work_on_rows(const struct decoder *decoder, const struct decoder_step *step, long at,
+                          const struct buffers *buffers, long first, long stop);
+
+/* Shares of the rows go through all of `work`, each by one thread, as a team of its own: what a row leaves for its next
+ * product stays in that core's caches, and nobody waits for others in between. Where threads would have few rows each,
+ * all are one team and share out the columns, since every team reads all weights. */
+static void share_rows(work_on_rows *work, const struct decoder *decoder, const struct decoder_step *step, long at,
+                       const struct buffers *buffers, long rows)
+{
+    const long threads = omp_get_num_threads();
+    if (rows < LEAST_SHARE * threads) {
+        work(decoder, step, at, buffers, 0, rows);
+        return;
+    }
+    const long turns = (rows + MOST_SHARE * threads - 1) / (MOST_SHARE * threads), shares = turns * threads;
+#pragma omp for schedule(dynamic, 1)
+    for (long s = 0; s < shares; s++)
+#pragma omp parallel num_threads(1)
+        work(decoder, step, at, buffers, rows * s / shares, rows * (s + 1) / shares);
 }
 
 void batchinfer_decoder(const struct decoder *decoder, const struct decoder_step *step, int threads)
@@ -178,6 +239,16 @@ void batchinfer_decoder(const struct decoder *decoder, const struct decoder_step
             buffers.read[step->wanted[i]] = 1;
     }
 #pragma omp parallel num_threads(threads)
-    for (long layer = 0; layer < decoder->num_layers; layer++)
-        run_layer(decoder, step, layer, &buffers, &queue);
+    {
+        batchinfer_clear_values(step->plans[0], step->caches[0]);
+        share_rows(begin_layer, decoder, step, 0, &buffers, step->num_tokens);
+        for (long at = 0; at < decoder->num_layers; at++) {
+            if (at + 1 < decoder->num_layers)
+                batchinfer_clear_values(step->plans[at + 1], step->caches[at + 1]);
+            const struct layer attention = attention_of(decoder, step, at, &buffers);
+            batchinfer_attend_tiles(step->plans[at], &attention, &queue);
+            share_rows(end_layer, decoder, step, at, &buffers,
+                       is_last(decoder, step, at) ? step->num_wanted : step->num_tokens);
+        }
+    }
 }

@@ -53,13 +53,18 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
                         bias ? _mm512_maskz_loadu_ps(some[half], bias + first + 16 * half) : _mm512_setzero_ps();
                 const long start = block * cut.block + piece * cut.piece;
                 const long stop = least(rows, least((block + 1) * cut.block, start + cut.piece));
+                struct ahead ahead = next_panel(w, panel, tiles_of(stop - start));
                 for (long t = start; t < stop; t += ROWS) {
                     const long here = least(ROWS, stop - t);
                     __m512 sum[ROWS][2];
+                    for (long r = 0; r < here; r++) { /* another core may have had these last */
+                        __builtin_prefetch(y + (t + r) * columns + first, 1);
+                        __builtin_prefetch(y + (t + r) * columns + first + 16, 1);
+                    }
                     if (is_plain)
                         plain_tile(here, x, t, w, panel, sum);
                     else
-                        bytes_tile(here, t == start, x, t, w, panel, sum);
+                        bytes_tile(here, &ahead, x, t, w, panel, sum);
                     for (long r = 0; r < here; r++)
                         for (int half = 0; half < 2; half++) {
                             float *to = y + (t + r) * columns + first + 16 * half;
@@ -93,10 +98,11 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
                 const long stop = least(rows, least((block + 1) * cut.block, start + cut.piece));
                 for (int p = 0; p < PANELS_PER_GROUP; p++) {
                     const long panel = g * PANELS_PER_GROUP + p;
+                    struct ahead ahead = next_panel(w, panel, tiles_of(stop - start));
                     for (long t = start; t < stop; t += ROWS) {
                         const long here = least(ROWS, stop - t);
                         __m512 sum[ROWS][2];
-                        bytes_tile(here, t == start, x, t, w, panel, sum);
+                        bytes_tile(here, &ahead, x, t, w, panel, sum);
                         for (long r = 0; r < here; r++) {
                             __m512 gate = sum[r][0], up = sum[r][1];
                             if (bias) {

@@ -28,7 +28,7 @@ void batchinfer_rms_norm_row(const float *x, const float *weight, float eps, lon
 /* Rotary embedding of one token's heads; cos, sin: [half]. */
 void batchinfer_rotate(float *x, const float *cos, const float *sin, int heads, int head_dim, int half);
 
-/* ---- Of all rows, called by all threads of a region; these end with a barrier ---- */
+/* ---- Of all rows, called by all threads of a team; these end with a barrier ---- */
 
 /* y [rows, num_values + num_plain] = x W^T + bias, or y += that. bias may be NULL. */
 void batchinfer_linear_part(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,

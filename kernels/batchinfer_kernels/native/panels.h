@@ -27,16 +27,33 @@ INLINE int32_t four_bytes(const void *at)
 
 /* ---- One panel's columns for up to ROWS rows ---- */
 
-/* `ahead`: fetches the next panel on the way. */
-INLINE void multiply_bytes(const int rows, const int ahead, const struct quantized *x, long t, const struct packed *w,
-                           long panel, __m512 result[ROWS][2])
+INLINE long tiles_of(long rows) { return (rows + ROWS - 1) / ROWS; }
+
+/* What is fetched on the way, into the second level, since all of the first is in use: the next panel's bytes, some
+ * with each group of each tile, so that memory is never asked for much at once, and what lies beside them. */
+struct ahead {
+    const int8_t *values;
+    long lines; /* of 64 bytes, with each group */
+    int sides;
+};
+
+INLINE struct ahead next_panel(const struct packed *w, long panel, long tiles)
+{
+    /* Behind the last panel there is nothing to harm. */
+    const long lines = GROUP * PANEL / 64;
+    return (struct ahead){w->values + (panel + 1) * w->width * PANEL, (lines + tiles - 1) / tiles, 1};
+}
+
+INLINE void multiply_bytes(const int rows, struct ahead *ahead, const struct quantized *x, long t,
+                           const struct packed *w, long panel, __m512 result[ROWS][2])
 {
     __m512 sum[ROWS][2]; /* registers, which the result, in memory, is not */
     const long groups = w->width / GROUP;
     const uint8_t *values = x->values + t * w->width;
     const float *scales = x->scales + t * groups;
     const int32_t *zeros = x->zeros + t * groups;
-    const int8_t *weights = w->values + panel * w->width * PANEL;
+    const int8_t *weights = w->values + panel * w->width * PANEL, *fetched = ahead->values;
+    const long lines = ahead->lines;
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
         sum[r][0] = sum[r][1] = _mm512_setzero_ps();
@@ -52,15 +69,13 @@ INLINE void multiply_bytes(const int rows, const int ahead, const struct quantiz
             whole[r][0] = _mm512_madd_epi16(zero, offset0);
             whole[r][1] = _mm512_madd_epi16(zero, offset1);
         }
+        for (long i = 0; i < lines; i++, fetched += 64)
+            _mm_prefetch(fetched, _MM_HINT_T1);
         const uint8_t *from = values + g * GROUP;
         /* In a loop of its own, gcc copies each sum before and after each instruction. */
 #pragma GCC unroll 16
         for (int k = 0; k < GROUP; k += 4) {
             const __m512i weight0 = _mm512_loadu_si512(weights), weight1 = _mm512_loadu_si512(weights + 64);
-            if (ahead) { /* into the second level: all of the first is in use */
-                _mm_prefetch(weights + w->width * PANEL, _MM_HINT_T1);
-                _mm_prefetch(weights + w->width * PANEL + 64, _MM_HINT_T1);
-            }
             weights += 4 * PANEL;
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
@@ -68,6 +83,13 @@ INLINE void multiply_bytes(const int rows, const int ahead, const struct quantiz
                 whole[r][0] = _mm512_dpbusd_epi32(whole[r][0], four, weight0);
                 whole[r][1] = _mm512_dpbusd_epi32(whole[r][1], four, weight1);
             }
+        }
+        if (ahead->sides) {
+            const long next = side + groups * PANEL;
+            _mm_prefetch(w->scales + next, _MM_HINT_T1);
+            _mm_prefetch(w->scales + next + 16, _MM_HINT_T1);
+            _mm_prefetch(w->offsets + next, _MM_HINT_T1);
+            _mm_prefetch(w->offsets + next + 16, _MM_HINT_T1);
         }
         const __m512 scale0 = _mm512_loadu_ps(w->scales + side), scale1 = _mm512_loadu_ps(w->scales + side + 16);
 #pragma GCC unroll 6
@@ -77,6 +99,8 @@ INLINE void multiply_bytes(const int rows, const int ahead, const struct quantiz
             sum[r][1] = _mm512_fmadd_ps(scale, _mm512_mul_ps(_mm512_cvtepi32_ps(whole[r][1]), scale1), sum[r][1]);
         }
     }
+    ahead->values = fetched;
+    ahead->sides = 0;
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
         result[r][0] = sum[r][0];
@@ -121,15 +145,10 @@ INLINE void multiply_plain(const int rows, const struct quantized *x, long t, co
     default: multiply(ROWS, __VA_ARGS__);             \
     }
 
-/* `first`: of those that take this panel one after the other. */
-static inline void bytes_tile(long rows, const int first, const struct quantized *x, long t, const struct packed *w,
-                              long panel, __m512 sum[ROWS][2])
+static inline void bytes_tile(long rows, struct ahead *ahead, const struct quantized *x, long t,
+                              const struct packed *w, long panel, __m512 sum[ROWS][2])
 {
-    /* Once, since what is there already is fetched in vain; behind the last panel there is nothing to harm. */
-    if (first)
-        FOR_ROWS(multiply_bytes, rows, 1, x, t, w, panel, sum)
-    else
-        FOR_ROWS(multiply_bytes, rows, 0, x, t, w, panel, sum)
+    FOR_ROWS(multiply_bytes, rows, ahead, x, t, w, panel, sum)
 }
 
 static inline void plain_tile(long rows, const struct quantized *x, long t, const struct packed *w, long panel,

@@ -174,10 +174,11 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
                 float *floors = all_floors + omp_get_thread_num() * rows;
                 const long first = panel * PANEL, stop = least(rows, (block + 1) * ROW_BLOCK);
                 const __mmask16 there[2] = {lanes(first, w->num_plain), lanes(first + 16, w->num_plain)};
+                struct ahead ahead = next_panel(w, panel, tiles_of(stop - block * ROW_BLOCK));
                 for (long t = block * ROW_BLOCK; t < stop; t += ROWS) {
                     const long here = least(ROWS, stop - t);
                     __m512 sum[ROWS][2];
-                    bytes_tile(here, t == block * ROW_BLOCK, x, t, w, panel, sum);
+                    bytes_tile(here, &ahead, x, t, w, panel, sum);
                     for (long r = 0; r < here; r++) {
                         const __m512 error = _mm512_set1_ps(spreads[t + r].error);
                         const __m512 length = _mm512_set1_ps(spreads[t + r].length);
