@@ -1,7 +1,7 @@
 """`Int8Ops` in C: linear layers with int8 weights over activations in bytes (`batchinfer_kernels.int8` says what).
 
 Weights are packed once, after loading, into panels of PANEL output features; `int8.c` says how a panel lies in memory.
-`pack` returns, as tensors: "values", "scales" and "offsets" of the features that are kept as bytes, "plain" of those
+`pack` returns, as tensors: "bytes", the features that are kept as such, with what belongs to them, "plain", those
 in bfloat16, and "features", how many of each there are. A layer that is all bfloat16, a language model's head, gets
 bytes as well, with "lengths" and "errors", for `argmax` (see `shortlist.c`).
 """
@@ -34,7 +34,7 @@ class PackedStruct(ctypes.Structure):
     """`struct packed`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("values", "scales", "offsets", "plain")),
+        *((name, ctypes.c_void_p) for name in ("bytes", "plain")),
         *((name, ctypes.c_long) for name in ("width", "num_values", "num_plain")),
     ]
 
@@ -47,9 +47,9 @@ class PackedLayer(dict[str, Tensor]):
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
         num_values, num_plain = self["features"].tolist()
-        values, plain = self.get("values"), self.get("plain")
-        width = 4 * values.shape[1] if values is not None else 2 * plain.shape[1] if plain is not None else 0
-        addresses = (address(self.get(name)) for name in ("values", "scales", "offsets", "plain"))
+        found, plain = self.get("bytes"), self.get("plain")
+        width = GROUP * found.shape[1] if found is not None else 2 * plain.shape[1] if plain is not None else 0
+        addresses = (address(found), address(plain))
         self.struct = PackedStruct(*addresses, width, num_values, num_plain)
 
 
@@ -215,11 +215,8 @@ def _pack_shortlist(plain: Tensor) -> dict[str, Tensor]:
     """plain bfloat16 [N, K], whole panels and groups. Nothing where a weight is not finite: no output is then, and only
     all outputs show it."""
     features, width = plain.shape
-    sides = (features // PANEL, width // GROUP, PANEL)
     packed = {
-        "values": torch.empty(features // PANEL, width // 4, 2, HALF, 4, dtype=torch.int8),
-        "scales": torch.empty(sides),
-        "offsets": torch.empty(sides, dtype=torch.int32),
+        "bytes": _records(features // PANEL, width // GROUP),
         "lengths": torch.empty(features),
         "errors": torch.empty(features),
     }
@@ -233,17 +230,17 @@ def _pack_bytes(low: tuple[Tensor, Tensor], high: tuple[Tensor, Tensor], *, step
     """Values int8 [N, K] and scales float32 [N, K / GROUP] to panels: HALF rows of `low` and HALF of `high` each, those
     of the next panel `step` rows further on. Whole panels and groups."""
     (num_rows, width), groups = low[0].shape, low[1].shape[1]
-    panels = num_rows // step
-    packed = {
-        "values": torch.empty(panels, width // 4, 2, HALF, 4, dtype=torch.int8),
-        "scales": torch.empty(panels, groups, PANEL),
-        "offsets": torch.empty(panels, groups, PANEL, dtype=torch.int32),
-    }
+    records = _records(num_rows // step, groups)
     assert all(x.is_contiguous() for x in (*low, *high))
     _functions().batchinfer_pack_panels(
-        *(x.data_ptr() for x in (*low, *high)), step, panels, width, *(x.data_ptr() for x in packed.values())
+        *(x.data_ptr() for x in (*low, *high)), step, num_rows // step, width, records.data_ptr()
     )
-    return packed
+    return {"bytes": records}
+
+
+def _records(panels: int, groups: int) -> Tensor:
+    """Not initialised: by panel and group PANEL scales, as many sums, and the bytes."""
+    return torch.empty(panels, groups, (4 + 4 + GROUP) * PANEL, dtype=torch.int8)
 
 
 def _panels(rows: Tensor, together: int) -> Tensor:
@@ -290,8 +287,8 @@ def _functions() -> Any:
         "batchinfer_int8_linear": [rows, number, packed, pointer, pointer, ctypes.c_int, ctypes.c_int],
         "batchinfer_int8_gated": [rows, number, packed, pointer, rows, ctypes.c_int],
         "batchinfer_quantize_weight": [pointer, number, number, pointer, pointer],
-        "batchinfer_pack_panels": [*[pointer] * 4, *[number] * 3, *[pointer] * 3],
-        "batchinfer_pack_shortlist": [pointer, number, number, *[pointer] * 5, ctypes.c_int],
+        "batchinfer_pack_panels": [*[pointer] * 4, *[number] * 3, pointer],
+        "batchinfer_pack_shortlist": [pointer, number, number, *[pointer] * 3, ctypes.c_int],
         "batchinfer_largest": [rows, number, packed, *[pointer] * 5, ctypes.c_int],
     }.items():
         getattr(found, name).argtypes = types

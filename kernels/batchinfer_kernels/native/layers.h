@@ -7,9 +7,7 @@
 
 /* A linear layer's weights; panels.h says how they lie. */
 struct packed {
-    const int8_t *values;
-    const float *scales;
-    const int32_t *offsets;
+    const char *bytes;
     const uint16_t *plain;
     long width;          /* of a row of activations, padded to a multiple of GROUP */
     long num_values;     /* output features that are kept as bytes */

@@ -1,8 +1,9 @@
 /* Packed weights, and the product of one panel of them with a few rows of activations.
  *
  * Weights lie in panels of PANEL output features, so that a register holds what one instruction multiplies:
- *   bytes      [panels][width / 4][2][16][4]  with scales [panels][groups][PANEL] and, of the same shape, minus the sum
- *              of a group's bytes, which the zeros of the activations are multiplied by
+ *   bytes      [panels][width / GROUP] records, one stretch of memory that is read from its start to its end: scales
+ *              [PANEL], minus the sums of the group's bytes [PANEL], which the zeros of the activations are multiplied
+ *              by, and the bytes [GROUP / 4][2][16][4]
  *   bfloat16   [panels][width / 2][2][16][2]
  * Sums of bytes are exact. All else is one chain of operations for each output number, in the order of k, whatever
  * the number of rows: rows are worked on ROWS at a time only because that many sums fit in registers.
@@ -18,6 +19,9 @@
 
 enum { ROWS = 6, PANEL = 32, ROW_BLOCK = 192 };
 
+/* A record of bytes: its length, where its parts begin. */
+enum { OFFSETS_AT = 4 * PANEL, VALUES_AT = 2 * OFFSETS_AT, RECORD = VALUES_AT + GROUP * PANEL };
+
 INLINE int32_t four_bytes(const void *at)
 {
     int32_t word;
@@ -29,39 +33,36 @@ INLINE int32_t four_bytes(const void *at)
 
 INLINE long tiles_of(long rows) { return (rows + ROWS - 1) / ROWS; }
 
-/* What is fetched on the way, into the second level, since all of the first is in use: the next panel's bytes, some
- * with each group of each tile, so that memory is never asked for much at once, and what lies beside them. */
+/* What is fetched on the way, into the second level, since all of the first is in use: the next panel, some lines with
+ * each group of each tile, so that memory is never asked for much at once. */
 struct ahead {
-    const int8_t *values;
+    const char *at;
     long lines; /* of 64 bytes, with each group */
-    int sides;
 };
 
 INLINE struct ahead next_panel(const struct packed *w, long panel, long tiles)
 {
     /* Behind the last panel there is nothing to harm. */
-    const long lines = GROUP * PANEL / 64;
-    return (struct ahead){w->values + (panel + 1) * w->width * PANEL, (lines + tiles - 1) / tiles, 1};
+    return (struct ahead){w->bytes + (panel + 1) * (w->width / GROUP) * RECORD, (RECORD / 64 + tiles - 1) / tiles};
 }
 
 INLINE void multiply_bytes(const int rows, struct ahead *ahead, const struct quantized *x, long t,
                            const struct packed *w, long panel, __m512 result[ROWS][2])
 {
     __m512 sum[ROWS][2]; /* registers, which the result, in memory, is not */
-    const long groups = w->width / GROUP;
-    const uint8_t *values = x->values + t * w->width;
+    const long width = w->width, groups = width / GROUP;
+    const uint8_t *values = x->values + t * width;
     const float *scales = x->scales + t * groups;
     const int32_t *zeros = x->zeros + t * groups;
-    const int8_t *weights = w->values + panel * w->width * PANEL, *fetched = ahead->values;
+    const char *record = w->bytes + panel * groups * RECORD, *fetched = ahead->at;
     const long lines = ahead->lines;
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
         sum[r][0] = sum[r][1] = _mm512_setzero_ps();
-    for (long g = 0; g < groups; g++) {
-        const long side = (panel * groups + g) * PANEL;
+    for (long g = 0; g < groups; g++, record += RECORD, values += GROUP) {
         __m512i whole[ROWS][2];
-        const __m512i offset0 = _mm512_loadu_si512(w->offsets + side);
-        const __m512i offset1 = _mm512_loadu_si512(w->offsets + side + 16);
+        const __m512i offset0 = _mm512_loadu_si512(record + OFFSETS_AT);
+        const __m512i offset1 = _mm512_loadu_si512(record + OFFSETS_AT + 64);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             /* Both factors fit 16 bits, and a zero has nothing in its upper half. */
@@ -71,27 +72,19 @@ INLINE void multiply_bytes(const int rows, struct ahead *ahead, const struct qua
         }
         for (long i = 0; i < lines; i++, fetched += 64)
             _mm_prefetch(fetched, _MM_HINT_T1);
-        const uint8_t *from = values + g * GROUP;
         /* In a loop of its own, gcc copies each sum before and after each instruction. */
 #pragma GCC unroll 16
         for (int k = 0; k < GROUP; k += 4) {
-            const __m512i weight0 = _mm512_loadu_si512(weights), weight1 = _mm512_loadu_si512(weights + 64);
-            weights += 4 * PANEL;
+            const __m512i weight0 = _mm512_loadu_si512(record + VALUES_AT + k * PANEL);
+            const __m512i weight1 = _mm512_loadu_si512(record + VALUES_AT + k * PANEL + 64);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
-                const __m512i four = _mm512_set1_epi32(four_bytes(from + r * w->width + k));
+                const __m512i four = _mm512_set1_epi32(four_bytes(values + r * width + k));
                 whole[r][0] = _mm512_dpbusd_epi32(whole[r][0], four, weight0);
                 whole[r][1] = _mm512_dpbusd_epi32(whole[r][1], four, weight1);
             }
         }
-        if (ahead->sides) {
-            const long next = side + groups * PANEL;
-            _mm_prefetch(w->scales + next, _MM_HINT_T1);
-            _mm_prefetch(w->scales + next + 16, _MM_HINT_T1);
-            _mm_prefetch(w->offsets + next, _MM_HINT_T1);
-            _mm_prefetch(w->offsets + next + 16, _MM_HINT_T1);
-        }
-        const __m512 scale0 = _mm512_loadu_ps(w->scales + side), scale1 = _mm512_loadu_ps(w->scales + side + 16);
+        const __m512 scale0 = _mm512_loadu_ps(record), scale1 = _mm512_loadu_ps(record + 64);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             const __m512 scale = _mm512_set1_ps(scales[r * groups + g]);
@@ -99,8 +92,7 @@ INLINE void multiply_bytes(const int rows, struct ahead *ahead, const struct qua
             sum[r][1] = _mm512_fmadd_ps(scale, _mm512_mul_ps(_mm512_cvtepi32_ps(whole[r][1]), scale1), sum[r][1]);
         }
     }
-    ahead->values = fetched;
-    ahead->sides = 0;
+    ahead->at = fetched;
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
         result[r][0] = sum[r][0];

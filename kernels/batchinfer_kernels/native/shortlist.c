@@ -26,16 +26,16 @@ INLINE __m512 from_bf16(__m256i x) { return (__m512)_mm512_slli_epi32(_mm512_cvt
 
 /* plain: bfloat16 [features, width]. To bytes, as in panels.h, with |w| and |w - w'| of each feature, which are not finite
  * where a weight is not: such bytes are of no use. */
-void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width, int8_t *values, float *scales,
-                               int32_t *offsets, float *lengths, float *errors, int threads)
+void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width, char *bytes, float *lengths,
+                               float *errors, int threads)
 {
     const long groups = width / GROUP;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long n = 0; n < features; n++) {
         const long panel = n / PANEL, lane = n % PANEL;
-        int8_t *panel_values = values + panel * width * PANEL + lane * 4;
+        char *record = bytes + panel * groups * RECORD;
         double length = 0.0, error = 0.0;
-        for (long g = 0; g < groups; g++) {
+        for (long g = 0; g < groups; g++, record += RECORD) {
             float weight[GROUP], largest = 0.0f;
             for (int i = 0; i < GROUP; i += 16)
                 _mm512_storeu_ps(weight + i, from_bf16(_mm256_loadu_si256((const void *)(plain + n * width + g * GROUP + i))));
@@ -44,17 +44,17 @@ void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width,
             const float scale = largest / 127.0f;
             int32_t sum = 0;
             for (int i = 0; i < GROUP; i++) {
-                const long k = g * GROUP + i;
                 const float steps = scale < FLT_MIN ? 0.0f : rintf(weight[i] / scale);
                 const float whole = isfinite(steps) ? steps : 0.0f;
-                panel_values[k / 4 * 4 * PANEL + k % 4] = (int8_t)whole;
+                record[VALUES_AT + i / 4 * 4 * PANEL + lane * 4 + i % 4] = (char)(int8_t)whole;
                 sum += (int32_t)whole;
                 const float off = weight[i] - whole * scale;
                 length += (double)weight[i] * weight[i];
                 error += (double)off * off;
             }
-            scales[(panel * groups + g) * PANEL + lane] = scale;
-            offsets[(panel * groups + g) * PANEL + lane] = -sum;
+            sum = -sum;
+            memcpy(record + lane * 4, &scale, 4);
+            memcpy(record + OFFSETS_AT + lane * 4, &sum, 4);
         }
         lengths[n] = (float)sqrt(length) * SLACK;
         errors[n] = (float)sqrt(error) * SLACK;

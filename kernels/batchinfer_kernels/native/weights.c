@@ -1,12 +1,10 @@
 /* Weights while a model is loaded: to bytes as ReferenceInt8.quantize_weight has them, bit by bit, and bytes to panels.
  * Called by several threads at once, each with weights of its own. */
 
-#include <immintrin.h>
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 
-enum { WEIGHT_GROUP = 64 };
+#include "panels.h"
 
 /* `length` numbers, at most 64, to bytes and their scale: 0 where all are too small, NaN where one is not finite. */
 static void quantize_weight_group(const float *x, long length, int8_t *values, float *scale)
@@ -44,45 +42,44 @@ static void quantize_weight_group(const float *x, long length, int8_t *values, f
 /* rows float32 [count, width] to values int8 [count, width] and scales float32 [count, groups of 64 in a row]. */
 void batchinfer_quantize_weight(const float *rows, long count, long width, int8_t *values, float *scales)
 {
-    const long groups = (width + WEIGHT_GROUP - 1) / WEIGHT_GROUP;
+    const long groups = (width + GROUP - 1) / GROUP;
     for (long n = 0; n < count; n++, rows += width, values += width)
-        for (long g = 0, at = 0; g < groups; g++, at += WEIGHT_GROUP) {
+        for (long g = 0, at = 0; g < groups; g++, at += GROUP) {
             const long left = width - at;
             quantize_weight_group(
-                rows + at, left < WEIGHT_GROUP ? left : WEIGHT_GROUP, values + at, scales + n * groups + g);
+                rows + at, left < GROUP ? left : GROUP, values + at, scales + n * groups + g);
         }
 }
 
-/* Sixteen features, `values` int8 [16, width] and `scales` [16, groups], to their half of a panel; the arguments after
- * that are where it begins there. A panel's next four bytes of all features are 2 x 64 bytes further on, its next group
- * 32 numbers. `offsets` get each group's sum, negative. */
-static void pack_half(const int8_t *values, const float *scales, long width, int8_t *to, float *to_scales, int32_t *offsets)
+/* Sixteen features, `values` int8 [16, width] and `scales` [16, groups], to a panel's first half, or, where `to` is 64
+ * bytes on, to its second. */
+static void pack_half(const int8_t *values, const float *scales, long width, char *to)
 {
-    const long words = width / 4, groups = width / WEIGHT_GROUP;
+    const long words = width / 4, groups = width / GROUP;
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i rows = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)words)), ones = _mm512_set1_epi8(1);
     const __m512i scale_rows = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)groups));
-    for (long g = 0; g < groups; g++) {
+    for (long g = 0; g < groups; g++, values += GROUP, to += RECORD) {
         __m512i sum = _mm512_setzero_si512();
-        for (long word = g * WEIGHT_GROUP / 4; word < (g + 1) * WEIGHT_GROUP / 4; word++) {
-            const __m512i four = _mm512_i32gather_epi32(rows, values + 4 * word, 4);
-            _mm512_storeu_si512(to + 128 * word, four);
+        for (long k = 0; k < GROUP; k += 4) {
+            const __m512i four = _mm512_i32gather_epi32(rows, values + k, 4);
+            _mm512_storeu_si512(to + VALUES_AT + k * PANEL, four);
             sum = _mm512_dpbusd_epi32(sum, ones, four);
         }
-        _mm512_storeu_si512(offsets + 32 * g, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
-        _mm512_storeu_ps(to_scales + 32 * g, _mm512_i32gather_ps(scale_rows, scales + g, 4));
+        _mm512_storeu_si512(to + OFFSETS_AT, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
+        _mm512_storeu_ps(to, _mm512_i32gather_ps(scale_rows, scales + g, 4));
     }
 }
 
-/* Panels of 32 features each, as panels.h has them. The first half of panel p are 16 rows of `low` int8 [, width] from row
- * p * step on, with their scales float32 [, groups]; the second half are those of `high`. Whole groups. */
+/* Panels as panels.h has them. The first half of panel p are 16 rows of `low` int8 [, width] from row p * step on, with
+ * their scales float32 [, groups]; the second half are those of `high`. Whole groups. */
 void batchinfer_pack_panels(const int8_t *low, const float *low_scales, const int8_t *high, const float *high_scales,
-                            long step, long panels, long width, int8_t *values, float *scales, int32_t *offsets)
+                            long step, long panels, long width, char *bytes)
 {
-    const long groups = width / WEIGHT_GROUP;
-    for (long p = 0; p < panels; p++, values += 32 * width, scales += 32 * groups, offsets += 32 * groups) {
+    const long groups = width / GROUP;
+    for (long p = 0; p < panels; p++, bytes += groups * RECORD) {
         const long row = p * step;
-        pack_half(low + row * width, low_scales + row * groups, width, values, scales, offsets);
-        pack_half(high + row * width, high_scales + row * groups, width, values + 64, scales + 16, offsets + 16);
+        pack_half(low + row * width, low_scales + row * groups, width, bytes);
+        pack_half(high + row * width, high_scales + row * groups, width, bytes + 64);
     }
 }
