@@ -36,6 +36,28 @@ ARCHITECTURES = {
     "qwen2": _Architecture(name="Qwen2ForCausalLM", model_type="qwen2"),
     "qwen3": _Architecture(name="Qwen3ForCausalLM", model_type="qwen3"),
 }
+# Metadata that change what a model computes and that no model here has: the key after the architecture, and the values
+# that mean "not there".
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "attention.sliding_window": (0,),
+    "attention.scale": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "use_parallel_residual": (False,),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "rope.dimension_sections": (),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
 
 
 def open_gguf(path: Path) -> ModelFiles:
@@ -125,8 +147,12 @@ def config_from_metadata(header: GGUFHeader) -> dict[str, Any]:
             value = value[0]
         return int(value)
 
-    if int(get("expert_count", 0)):
-        raise ModelError(f"{header.path}: a mixture-of-experts model ({arch}.expert_count); not supported")
+    for key, neutral in UNSUPPORTED.items():
+        value = get(key)
+        if value is not None and value not in neutral:
+            raise ModelError(
+                f"{header.path}: metadata key {arch}.{key} is {value!r}; GGUF models with it are not supported"
+            )
     hidden_size = int(need("embedding_length"))
     num_heads = whole("attention.head_count", need("attention.head_count"))
     num_kv_heads = whole("attention.head_count_kv", get("attention.head_count_kv", num_heads))
@@ -156,10 +182,6 @@ def config_from_metadata(header: GGUFHeader) -> dict[str, Any]:
     rotary_dim = int(get("rope.dimension_count", head_dim))
     if rotary_dim != head_dim:
         config["partial_rotary_factor"] = rotary_dim / head_dim
-    if get("attention.sliding_window"):
-        raise ModelError(
-            f"{header.path}: sliding-window attention ({arch}.attention.sliding_window) in a GGUF file is not supported"
-        )
     return config
 
 

@@ -47,7 +47,7 @@ def open_folder(folder: Path, *, name: str | None = None) -> ModelFiles:
         chat_templates=chat_templates,
         weight_files=weight_files,
         tensors=tensors,
-        eos_token_ids=union_of_eos(config, generation_config, tokenizer_eos(tokenizer)),
+        eos_token_ids=union_of_eos(folder, config, generation_config, tokenizer_eos(tokenizer)),
     )
 
 
@@ -117,11 +117,11 @@ def token_ids(value: Any, *, source: str) -> frozenset[int]:
 
 
 def union_of_eos(
-    config: Mapping[str, Any], generation_config: Mapping[str, Any], more: Iterable[int]
+    root: Path, config: Mapping[str, Any], generation_config: Mapping[str, Any], more: Iterable[int]
 ) -> frozenset[int]:
     return (
-        token_ids(config.get("eos_token_id"), source="config.json")
-        | token_ids(generation_config.get("eos_token_id"), source="generation_config.json")
+        token_ids(config.get("eos_token_id"), source=f"{root / 'config.json'}")
+        | token_ids(generation_config.get("eos_token_id"), source=f"{root / 'generation_config.json'}")
         | frozenset(more)
     )
 

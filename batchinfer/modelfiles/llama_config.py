@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchinfer.errors import ModelError
+from batchinfer.modelfiles.config_fields import MOST_LAYERS, flag, real, whole
 from batchinfer.modelfiles.rope_config import RopeConfig
 
 
@@ -62,21 +63,13 @@ class LlamaConfig:
     @classmethod
     def from_config(cls, architecture: str, config: Mapping[str, Any]) -> LlamaConfig:
         variant = ARCHITECTURES[architecture]
-
-        def number(key: str) -> int:
-            value = config.get(key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ModelError(f"{key} in the model's config must be a positive integer, got {value!r}")
-            return value
-
-        hidden_size, num_heads, num_layers = (
-            number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-        )
-        num_kv_heads = num_heads if config.get("num_key_value_heads") is None else number("num_key_value_heads")
+        hidden_size, num_heads = whole(config, "hidden_size"), whole(config, "num_attention_heads")
+        num_layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
+        num_kv_heads = whole(config, "num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
             raise ModelError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
         if config.get("head_dim") is not None:
-            head_dim = number("head_dim")
+            head_dim = whole(config, "head_dim")
         elif "head_dim" not in config and variant.default_head_dim is not None:
             head_dim = variant.default_head_dim
         else:
@@ -89,22 +82,22 @@ class LlamaConfig:
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise ModelError(f"hidden_act {activation!r} is not supported in this family; silu is")
-        max_positions = number("max_position_embeddings")
-        has_bias = bool(config.get("attention_bias", False)) and variant.attention_bias == "config"
+        max_positions = whole(config, "max_position_embeddings")
+        has_bias = flag(config, "attention_bias") and variant.attention_bias == "config"
         return cls(
             hidden_size=hidden_size,
-            intermediate_size=number("intermediate_size"),
+            intermediate_size=whole(config, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            vocab_size=number("vocab_size"),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            vocab_size=whole(config, "vocab_size"),
+            rms_norm_eps=real(config, "rms_norm_eps", default=1e-6, zero=True),
             qkv_bias=has_bias or variant.attention_bias == "qkv",
             o_bias=has_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)) and variant.mlp_bias,
+            mlp_bias=flag(config, "mlp_bias") and variant.mlp_bias,
             qk_norm=variant.qk_norm,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=flag(config, "tie_word_embeddings"),
             windows=_windows(variant, config, num_layers),
             rope=RopeConfig.from_config(config, head_dim=head_dim, max_position_embeddings=max_positions),
         )
@@ -113,15 +106,15 @@ class LlamaConfig:
 def _windows(variant: Variant, config: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, None where it sees everything."""
     window = config.get("sliding_window", variant.default_window)
-    in_use = variant.window == "config" or (variant.window == "flag" and bool(config.get("use_sliding_window")))
+    in_use = variant.window == "config" or (variant.window == "flag" and flag(config, "use_sliding_window"))
     if not in_use or window is None:
         return (None,) * num_layers
-    if not isinstance(window, int) or window < 1:
-        raise ModelError(f"sliding_window in the model's config must be a positive integer, got {window!r}")
+    window = whole({"sliding_window": window}, "sliding_window")
     kinds = config.get("layer_types")
     if kinds is None:
-        first = int(config.get("max_window_layers", 28)) if variant.window == "flag" else 0
+        first = whole(config, "max_window_layers", default=28, least=0) if variant.window == "flag" else 0
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise ModelError(f"layer_types in the model's config is not understood: {kinds!r}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

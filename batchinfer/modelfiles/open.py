@@ -85,5 +85,5 @@ def _with_tokenizer(files: ModelFiles, path: str) -> ModelFiles:
         config=config,
         tokenizer=tokenizer,
         chat_templates=templates or files.chat_templates,
-        eos_token_ids=union_of_eos(config, files.generation_config, eos),
+        eos_token_ids=union_of_eos(files.root, config, files.generation_config, eos),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.errors import ModelError
+from batchinfer.modelfiles.config_fields import flag, real, whole
 
 _SCALE_KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -51,6 +52,7 @@ class RopeConfig:
     def from_config(cls, config: Mapping[str, Any], *, head_dim: int, max_position_embeddings: int) -> RopeConfig:
         """From config.json's words. Raises ModelError on an unknown kind, unknown or missing numbers."""
         merged: dict[str, Any] = {}
+        place = "rope_scaling"
         for key in ("rope_scaling", "rope_parameters"):
             value = config.get(key)
             if value is None:
@@ -58,13 +60,21 @@ class RopeConfig:
             if not isinstance(value, Mapping):
                 raise ModelError(f"{key} must be a JSON object, got {value!r}")
             merged.update(value)
+            place = key
         kind = merged.pop("rope_type", None)
         older = merged.pop("type", None)
         kind = kind or older or "default"
-        if kind not in _SCALE_KEYS:
-            raise ModelError(f"RoPE scaling of type {kind!r} is not supported; supported are {', '.join(_SCALE_KEYS)}")
-        theta = merged.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-        partial = merged.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+        if not isinstance(kind, str) or kind not in _SCALE_KEYS:
+            raise ModelError(
+                f"RoPE scaling of type {kind!r} is not supported; supported are {', '.join(_SCALE_KEYS)} "
+                f"({place} in the model's config)"
+            )
+        theta, partial = (
+            real(merged, key, default=real(config, key, default=default))
+            for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0))
+        )
+        for key in ("rope_theta", "partial_rotary_factor"):
+            merged.pop(key, None)
         scaling = {key: value for key, value in merged.items() if value is not None}
         original = config.get("original_max_position_embeddings")
         if original is not None and "original_max_position_embeddings" in _SCALE_KEYS[kind]:
@@ -72,18 +82,38 @@ class RopeConfig:
         unknown = sorted(set(scaling) - _SCALE_KEYS[kind] - ({"factor"} if kind == "default" else set()))
         if unknown:
             raise ModelError(
-                f"RoPE scaling {kind!r}: unknown keys {', '.join(unknown)}; they can't be left out of account"
+                f"RoPE scaling {kind!r}: unknown keys {', '.join(unknown)}; they can't be left out of account "
+                f"({place} in the model's config)"
             )
         missing = [key for key in _NEEDED.get(kind, ()) if key not in scaling]
         if missing:
-            raise ModelError(f"RoPE scaling {kind!r}: {', '.join(missing)} is missing in the model's config")
+            raise ModelError(f"RoPE scaling {kind!r}: {', '.join(missing)} is missing in the model's config ({place})")
+        _check(kind, scaling)
         rotary_dim = int(head_dim * partial)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise ModelError(f"RoPE over {rotary_dim} of {head_dim} dimensions (partial_rotary_factor {partial})")
         return cls(
             kind=kind,
-            theta=float(theta),
+            theta=theta,
             rotary_dim=rotary_dim,
             max_position_embeddings=max_position_embeddings,
             scaling=scaling,
+        )
+
+
+def _check(kind: str, scaling: Mapping[str, Any]) -> None:
+    """Raises ModelError where a number of the scaling can't be one."""
+    if kind == "freq_factors":
+        return  # read from a tensor
+    for key in scaling:
+        if key == "original_max_position_embeddings":
+            whole(scaling, key)
+        elif key == "truncate":
+            flag(scaling, key)
+        else:
+            real(scaling, key, default=0.0, zero=key in ("mscale", "mscale_all_dim"))
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        raise ModelError(
+            f"high_freq_factor in the model's config must be above low_freq_factor, "
+            f"got {scaling['high_freq_factor']!r} and {scaling['low_freq_factor']!r}"
         )

@@ -20,14 +20,18 @@ ARCHITECTURES: Mapping[str, Callable[[str, Mapping[str, Any]], object]] = dict.f
 
 def architecture_of(config: Mapping[str, Any]) -> str:
     """The architecture that the config names. Raises ModelError where it is unknown, with the list of known ones."""
-    names = config.get("architectures") or []
+    names = config.get("architectures")
+    names = [] if names is None else names
     if not isinstance(names, list):
         raise ModelError(f"architectures in the model's config must be a list, got {names!r}")
     for name in names:
-        if name in ARCHITECTURES:
+        if isinstance(name, str) and name in ARCHITECTURES:
             return str(name)
     said = ", ".join(map(str, names)) or f"none (model_type {config.get('model_type')!r})"
-    raise ModelError(f"architecture {said} is not supported; supported are {', '.join(sorted(ARCHITECTURES))}")
+    raise ModelError(
+        f"architecture {said} is not supported; supported are {', '.join(sorted(ARCHITECTURES))} "
+        "(architectures in the model's config)"
+    )
 
 
 def refuse_stored_quantization(config: Mapping[str, Any]) -> None:
@@ -41,6 +45,33 @@ def refuse_stored_quantization(config: Mapping[str, Any]) -> None:
         )
 
 
+# Last parts of the names under which quantized checkpoints keep their tensors.
+_QUANTIZED = frozenset(
+    [
+        "qweight",
+        "qzeros",
+        "g_idx",
+        "weight_packed",
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_zero_point",
+        "absmax",
+        "SCB",
+    ]
+)
+
+
+def refuse_quantized_tensors(files: ModelFiles) -> None:
+    """Raises ModelError where tensors are quantized though the config does not say so: GPTQ and AWQ checkpoints of an
+    older kind say it in a file of their own."""
+    for name, tensor in files.tensors.items():
+        if name.rpartition(".")[2] in _QUANTIZED:
+            raise ModelError(
+                f"the checkpoint is quantized (tensor {name!r} in {tensor.file.name}), which is not supported; "
+                "use the original checkpoint, or a GGUF file of the model"
+            )
+
+
 def check_supported(files: ModelFiles) -> None:
     """Raises ModelError, naming the model, where loading it would be refused for what its config says."""
     if files.kind == "fake":
@@ -48,6 +79,7 @@ def check_supported(files: ModelFiles) -> None:
     try:
         architecture = architecture_of(files.config)
         refuse_stored_quantization(files.config)
+        refuse_quantized_tensors(files)
         ARCHITECTURES[architecture](architecture, files.config)
     except ModelError as error:
         raise ModelError(f"{files.root}: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from batchinfer.errors import ModelError
-from batchinfer.modelfiles import gguf_header, open_model
+from batchinfer.modelfiles import gguf_header, gguf_model, open_model
 from batchinfer.testing.tiny import CHAT_TEMPLATE, tiny_config
 from batchinfer.testing.tiny_gguf import make_tiny_gguf
 
@@ -99,9 +99,20 @@ def test_rope_scaling(tmp_path: Path) -> None:
     [
         ({"general.architecture": "mamba"}, "'mamba' is not supported; supported are llama, qwen2, qwen3"),
         ({"general.architecture": "gemma"}, "'gemma' is not supported; supported are llama, qwen2, qwen3"),
-        ({"llama.expert_count": 8}, "mixture-of-experts"),
+        ({"llama.expert_count": 8}, "llama.expert_count is 8"),
         ({"llama.attention.head_count_kv": [2, 2, 1]}, "differs from layer to layer"),
-        ({"llama.attention.sliding_window": 64}, "sliding-window attention"),
+        ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is 64"),
+        ({"llama.attention.scale": 0.5}, "llama.attention.scale is 0.5"),
+        ({"llama.attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping is 50.0"),
+        ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping is 30.0"),
+        ({"llama.logit_scale": 16.0}, "llama.logit_scale is 16.0"),
+        ({"llama.embedding_scale": 12.0}, "llama.embedding_scale is 12.0"),
+        ({"llama.residual_scale": 0.22}, "llama.residual_scale is 0.2"),
+        ({"llama.attention.causal": False}, "llama.attention.causal is False"),
+        ({"llama.pooling_type": 1}, "llama.pooling_type is 1"),
+        ({"llama.nextn_predict_layers": 1}, "llama.nextn_predict_layers is 1"),
+        ({"llama.rope.dimension_sections": [1, 1]}, "llama.rope.dimension_sections is [1, 1]"),
+        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "llama.rope.scaling.yarn_log_multiplier is 0.1"),
         ({"llama.block_count": "three"}, "metadata of the wrong type"),
         ({"tokenizer.ggml.tokens": None}, "it holds no tokenizer"),
     ],
@@ -112,6 +123,12 @@ def test_refused_by_name(tmp_path: Path, metadata: dict[str, Any], words: str) -
         length, name = b"\x05\0\0\0\0\0\0\0", metadata["general.architecture"].encode()
         path.write_bytes(path.read_bytes().replace(length + b"llama", length + name, 1))
     refused(path, words)
+
+
+def test_metadata_that_say_it_is_not_there(tmp_path: Path) -> None:
+    neutral = {f"llama.{key}": values[0] for key, values in gguf_model.UNSUPPORTED.items() if values}
+    files = open_model(str(make_tiny_gguf(tmp_path / "t.gguf", metadata=neutral)))
+    assert files.config == open_model(str(make_tiny_gguf(tmp_path / "plain.gguf"))).config
 
 
 def test_other_versions_and_byte_orders(tmp_path: Path) -> None:

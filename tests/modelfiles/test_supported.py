@@ -25,7 +25,40 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, "'ntk' is not supported"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantized .*'awq'.* use the original checkpoint"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ({"quantization_config": {"quant_method": "gptq", "desc_act": True}}, "quantization_config, method 'gptq'"),
+    ({"num_hidden_layers": 10**12}, "num_hidden_layers .* is 10{12}; no model has more"),
+    ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of"),
 ]
+
+# Of every field that is read: a good value, and values of which nobody knows what they mean. A wrong guess would be
+# another model: "false" is true in Python.
+NO_NUMBER = ("4", "x", True, [], [1], {}, float("nan"), float("inf"))
+FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+        (None, 0, -1, 1.5, *NO_NUMBER, 10**30),
+    ),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), (0, -1, 1.5, *NO_NUMBER, 10**30)),
+    "max_position_embeddings": (None, 0, -1, 1.5, "4", [], {}),
+    "max_window_layers": (-1, 1.5, *NO_NUMBER),
+    "layer_types": (3, "sliding_attention", True, [], ["sliding_attention"], [[]] * 3, {"a": 1}),
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor"), (0, -1, *NO_NUMBER)),
+    "rms_norm_eps": (-1, *NO_NUMBER),
+    **dict.fromkeys(
+        ("attention_bias", "tie_word_embeddings", "use_sliding_window"), (0, 1, "false", "true", [], {}, 1.0)
+    ),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (0, "linear", True, [], [{}], {"rope_type": 5}, {"factr": 2})),
+    "architectures": (None, 0, "Qwen3ForCausalLM", [], [1], [[]], [{}], {}),
+    "hidden_act": (0, "", "relu", []),
+    "eos_token_id": ("2", [2, None], True, {}, 1.5),
+}
+SCALINGS: tuple[dict[str, Any], ...] = (
+    *({"rope_type": "linear", "factor": value} for value in (0, -1, *NO_NUMBER)),
+    *({"rope_type": "yarn", "factor": 4, key: "x"} for key in ("attention_factor", "beta_fast", "mscale", "truncate")),
+    {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 0},
+    {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4},
+    {"rope_type": "llama3", "factor": 8, "low_freq_factor": None, "high_freq_factor": 4},
+)
 
 
 def test_what_is_called_supported_is_what_can_be_built() -> None:
@@ -58,3 +91,45 @@ def test_a_job_refuses_before_anything_is_written(tmp_path: Path, change: dict[s
         resolve_job(spec)
     assert str(folder) in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def refusal(folder: Path, stored: dict[str, Any], change: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(stored | change))
+    with pytest.raises(ModelError) as caught:
+        check_supported(open_model(str(folder)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_a_field_of_another_type_is_refused_by_its_name(tmp_path: Path, key: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", "qwen3", use_sliding_window=True, sliding_window=8)
+    stored = json.loads((folder / "config.json").read_text())
+    for value in FIELDS[key]:
+        said = refusal(folder, stored, {key: value})
+        assert key in said and str(folder) in said, (value, said)
+    (folder / "config.json").write_text(json.dumps(stored))
+    check_supported(open_model(str(folder)))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_numbers_of_a_rope_scaling_are_refused_by_their_names(tmp_path: Path, scaling: dict[str, Any]) -> None:
+    folder = make_tiny(tmp_path / "tiny")
+    stored = json.loads((folder / "config.json").read_text())
+    for place in ("rope_scaling", "rope_parameters"):
+        said = refusal(folder, stored, {place: scaling})
+        assert any(key in said for key in scaling if key not in ("rope_type",)) and str(folder) in said
+
+
+@pytest.mark.parametrize("last", ["qweight", "g_idx", "weight_packed", "weight_scale_inv"])
+def test_quantized_tensors_of_which_the_config_says_nothing(tmp_path: Path, last: str) -> None:
+    """As older GPTQ and AWQ checkpoints have it, beside a quantize_config.json that other programs read."""
+    from safetensors.torch import load_file, save_file
+
+    folder = make_tiny(tmp_path / "tiny")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"model.layers.0.mlp.up_proj.{last}"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=rf"quantized \(tensor '[\w.]+\.{last}' in model\.safetensors\).*not supported"
+    ):
+        check_supported(open_model(str(folder)))
