@@ -27,8 +27,9 @@ def end_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
 
 
 def leave_interrupts_to_the_driver() -> None:
-    """Ctrl-C reaches every process of the terminal's group; only the driver decides what it means."""
+    """Ctrl-C and the end of a terminal reach every process of its group; only the driver decides what they mean."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def exit_after(seconds: float, code: int) -> None:

@@ -350,6 +350,9 @@ def _import_dask() -> None:
 class _Signals:
     """SIGINT, SIGTERM and SIGHUP stop the run in order; the second one ends it at once (nothing durable is lost).
 
+    One that is ignored already stays so: `nohup` does that with SIGHUP, a shell with the SIGINT of what it runs in the
+    background.
+
     Before there is anything to stop in order, they raise Interrupted where the driver stands. A library that is being
     imported or started may swallow that, so it is remembered until there is.
     """
@@ -379,7 +382,8 @@ class _Signals:
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                self._old[signum] = signal.signal(signum, self._handle)
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    self._old[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -183,6 +183,11 @@ def _typed(path: str, found: Sequence[tuple[str, str]], format: str) -> list[Sou
         if by_name is None or format not in ("auto", by_name) or (compression and by_name != "jsonl"):
             skipped.append(name)
             continue
+        if not _is_text(name + uri):
+            raise InputError(
+                f"input.path {path!r}: the name of {os.fsencode(uri)!r} is not UTF-8, and could not be written to "
+                "source_file; rename it"
+            )
         sources.append(Source(name=name, uri=uri, format=by_name, compression=compression))  # type: ignore[arg-type]
     if not sources:
         what = f"{format} " if format != "auto" else ""
@@ -200,6 +205,11 @@ def _typed(path: str, found: Sequence[tuple[str, str]], format: str) -> list[Sou
     if len(kinds) > 1:
         log.warning("input %s holds files of several formats: %s", path, ", ".join(sorted(kinds)))
     return sources
+
+
+def _is_text(name: str) -> bool:
+    """Bytes of a name that are no UTF-8 are halves of surrogates in Python's text."""
+    return not any("\ud800" <= char <= "\udfff" for char in name)
 
 
 def _without_side_files(found: Sequence[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[str]]:

@@ -185,6 +185,40 @@ def test_a_signal_while_starting_is_an_interruption_too(folder: JobFolder, delay
     assert driver.returncode == 75 and "SIGTERM" in said
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_all_processes_of_a_terminal_is_the_drivers_to_act_on(
+    folder: JobFolder, number: signal.Signals
+) -> None:
+    """As with Ctrl-C and when the terminal is closed: engines still make durable what they have."""
+    folder.input(ROWS)
+    folder.job(SLOW, **SETTINGS)
+    driver = folder.start(start_new_session=True)
+    folder.wait_for(folder.segments)
+    processes = folder.of_kind(driver, "_process")
+    assert len(processes) == 2
+    time.sleep(0.6)  # for rows that have finished and are not durable yet
+    sent = time.time()
+    os.killpg(driver.pid, number)
+    _, said = driver.communicate(timeout=30)
+    assert driver.returncode == 75 and number.name in said and "goes on" in said
+    assert not any(map(alive, processes))
+    assert any(event["time"] > sent for event in folder.events("published"))
+    folder.run()
+    folder.run("verify", "out")
+
+
+def test_a_hangup_that_was_ignored_at_the_start_stops_nothing(folder: JobFolder) -> None:
+    """`nohup batchinfer submit`, and then the terminal is closed."""
+    folder.input(ROWS)
+    folder.job(SLOW, **SETTINGS)
+    driver = folder.start(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN), start_new_session=True)
+    folder.wait_for(folder.segments)
+    os.killpg(driver.pid, signal.SIGHUP)
+    _, said = driver.communicate(timeout=60)
+    assert driver.returncode == 0, said
+    assert folder.table().num_rows == ROWS
+
+
 def test_parts_that_are_out_are_not_made_again_when_a_worker_dies(folder: JobFolder) -> None:
     """Dask runs finished tasks again whose results died with a worker; here results are files."""
     for number in range(10):

@@ -203,3 +203,22 @@ def test_a_dataset_without_anything_is_said_to_be_empty(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b"\n \n")
     with pytest.raises(InputError, match="is empty: it holds no rows and no columns"):
         open_dataset(str(tmp_path)).check_columns(["prompt"])
+
+
+def test_names_of_files_are_any_text(tmp_path: Path) -> None:
+    odd = ["[1].jsonl", "a b.jsonl", "line\nbreak.jsonl", "p%20#?.jsonl", "{x}.jsonl", "\"é'漢.jsonl"]
+    for name in odd:
+        (tmp_path / name).write_text(ROW)
+        assert names(tmp_path / name) == [name]  # not taken for a pattern where it is there
+    assert names(tmp_path) == sorted(odd)
+    assert open_dataset(str(tmp_path)).num_rows == len(odd)
+
+
+def test_a_name_that_is_no_text_is_refused_with_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "good.jsonl").write_text(ROW)
+    (tmp_path / "bad\udcff.jsonl").write_text(ROW)
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(InputError, match=r"bad\\xff\.jsonl' is not UTF-8.*rename it"):
+            names(path)
+    (tmp_path / "bad\udcff.jsonl").rename(tmp_path / "bad\udcff.png")
+    assert names(tmp_path) == ["good.jsonl"]  # what is no data does not matter
