@@ -246,6 +246,12 @@ def _resolve_values(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic) ->
     else:
         put("seed", spec.sampling.seed, "user")
     put(*_max_model_len(spec, files))
+    least, room = values["sampling.min_tokens"], values["engine.max_model_len"] - 1
+    if least > room:
+        raise ConfigError(
+            f"sampling.min_tokens is {least}, and no row can have more than {room}: engine.max_model_len is {room + 1} "
+            "and counts the prompt"
+        )
     put("engine.device", "cpu", _written(spec.engine, "device"))
     put("engine.split_size", spec.engine.split_size, _written(spec.engine, "split_size"))
     put("engine.deterministic", spec.engine.deterministic, _written(spec.engine, "deterministic"))

@@ -60,7 +60,7 @@ def test_plain_rows(tmp_path: Path) -> None:
 
 
 def test_types_come_from_all_rows(tmp_path: Path) -> None:
-    """B34: a column that is empty for the first 20 MB."""
+    """A column that is empty for the first 20 MB."""
     filler = "x" * 20_000
     rows = [{"tags": [], "system": None, "meta": {}, "x": filler} for _ in range(1200)]
     rows += [{"tags": ["late"], "system": "s", "meta": {"k": 1}, "x": ""}]
@@ -75,7 +75,6 @@ def test_types_come_from_all_rows(tmp_path: Path) -> None:
 
 
 def test_numbers_are_exact_and_text_stays_text(tmp_path: Path) -> None:
-    """B32."""
     ids = [9007199254740993, None, 9007199254740992, 1344800117571260417, -9223372036854775808]
     rows = [
         {"id": i, "u": 18446744073709551615, "big": 10**30, "s": "007", "date": "2020-01-01", "num": "12"} for i in ids
@@ -105,7 +104,7 @@ def test_whole_and_fractional_numbers_are_one_kind(tmp_path: Path) -> None:
 
 
 def test_prompts_of_all_kinds(tmp_path: Path) -> None:
-    """B15: wrong kinds are errors of their rows; "nan", "null" and "None" are ordinary text."""
+    """Wrong kinds are errors of their rows; "nan", "null" and "None" are ordinary text."""
     prompts = ["hi", None, "", "   ", "\n", float("nan"), 123, True, [], {"a": 1}, "nan", "null", "None"]
     dataset = open_dataset(put(tmp_path / "x.jsonl", *({"prompt": p, "id": i} for i, p in enumerate(prompts))))
     assert dataset.schema.field("prompt").type == pa.string()
@@ -173,7 +172,7 @@ def test_bad_lines_are_errors_of_their_rows(tmp_path: Path, line: bytes, problem
 
 
 def test_surrogates(tmp_path: Path) -> None:
-    """B37: pairs become one character, lone halves U+FFFD; NUL, U+FFFE and combining marks stay."""
+    """Pairs become one character, lone halves U+FFFD; NUL, U+FFFE and combining marks stay."""
     marks = "e" + "\u0301" * 10_000
     lines = [
         r'{"a": "\ud800"}',

@@ -51,7 +51,6 @@ def test_columns_can_be_chosen() -> None:
 
 
 def test_all_clashes_are_listed() -> None:
-    """B35."""
     with pytest.raises(InputError) as caught:
         output_schema(
             schema(

@@ -182,7 +182,7 @@ def test_a_file_that_shrank_since_is_named(tmp_path: Path) -> None:
 
 
 def test_native_values_reach_templates(tmp_path: Path) -> None:
-    """B23: lists are lists, null and empty are told apart, numbers are Python's."""
+    """Lists are lists, null and empty are told apart, numbers are Python's."""
     table = pa.table(
         {
             "messages": [[{"role": "user", "content": "x"}], None],
@@ -207,7 +207,6 @@ def test_native_values_reach_templates(tmp_path: Path) -> None:
 
 
 def test_ids_stay_exact(tmp_path: Path) -> None:
-    """B32."""
     ids = [9007199254740993, None, 9007199254740992, 1344800117571260417, -9223372036854775808]
     table = pa.table({"id": ids, "u": pa.array([18446744073709551615] * 5, pa.uint64()), "s": ["007"] * 5})
     pq.write_table(table, tmp_path / "x.parquet")
@@ -218,7 +217,7 @@ def test_ids_stay_exact(tmp_path: Path) -> None:
 
 
 def test_broken_utf8_is_an_error_of_its_row_alone(tmp_path: Path) -> None:
-    """B37: text columns written unchecked."""
+    """Text columns written unchecked."""
     bad = pa.array([b"fine", b"\xff\xfe", None, b"also fine"]).view(pa.string())
     nested = pa.ListArray.from_arrays([0, 1, 2, 2, 3], pa.array([b"x", b"y", b"\xff"]).view(pa.string()))
     pq.write_table(pa.table({"prompt": bad, "tags": nested, "id": range(4)}), tmp_path / "x.parquet")
@@ -233,7 +232,7 @@ def test_broken_utf8_is_an_error_of_its_row_alone(tmp_path: Path) -> None:
 
 
 def test_large_pieces_pass(tmp_path: Path) -> None:
-    """B39 in small: one row of 30 MB among short ones."""
+    """One row of 30 MB among short ones."""
     prompts = ["short", "x" * 30_000_000, "short again"]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "x.parquet")
     assert [row["prompt"] for row in rows_of(open_dataset(str(tmp_path)))] == prompts

@@ -165,7 +165,7 @@ def test_checksums_are_of_values_alone(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_results_can_be_read_range_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B41: what comes out is the same, and no more than a range of results is in memory."""
+    """What comes out is the same, and no more than a range of results is in memory."""
     monkeypatch.setattr(segments_module, "BATCH_BYTES", 1_500)
     monkeypatch.setattr(joining_module, "FIRST_SPAN_ROWS", 4)
     monkeypatch.setattr(joining_module, "SPAN_BYTES", 2_000)
@@ -264,7 +264,6 @@ def test_a_changed_value_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 8, None])
 def test_a_torn_part_says_so(tmp_path: Path, cut: int | None) -> None:
-    """B08."""
     path, _, _ = make_part(tmp_path, TABLE)
     path.write_bytes(path.read_bytes()[:-cut] if cut else b"")
     with pytest.raises(BrokenPart, match=r"part\.parquet is no complete Parquet file"):
@@ -318,7 +317,7 @@ def test_results_come_back_for_a_retry(tmp_path: Path, n: int) -> None:
     assert pq.read_table(path)["o_completion"].to_pylist()[3] == ("out 4.0" if n == 1 else ["out 4.0", "out 4.1"])
 
 
-# Values that must come through with their types (B40, B32).
+# Values that must come through with their types.
 SECOND, CATEGORY = pa.timestamp("s"), pa.dictionary(pa.int8(), pa.string())
 PASSED = {
     "category": pa.chunked_array([pa.array(v, CATEGORY) for v in (["a", "b"], ["c", "a"])]),
@@ -508,7 +507,7 @@ def test_lost_values_are_logged_nowhere(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_footers_are_small(tmp_path: Path) -> None:
-    """B41: very wide inputs."""
+    """Very wide inputs."""
     table = pa.table({"id": range(3), **{f"c{i}": [1, 2, 3] for i in range(1_000)}})
     path, _, _ = make_part(tmp_path, table)
     assert verify_part(path) == []

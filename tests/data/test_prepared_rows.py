@@ -111,7 +111,6 @@ def test_a_torn_file_is_an_error(tmp_path: Path, cut: int, monkeypatch: pytest.M
 
 
 def test_a_file_that_another_machine_has_just_published_is_waited_for(tmp_path: Path) -> None:
-    """B72."""
     timer = threading.Timer(0.2, lambda: write_prepared(tmp_path / "x.arrow", make([[1, 2]])))
     timer.start()
     assert read_prepared(tmp_path / "x.arrow").tokens.tolist() == [1, 2]

@@ -1,4 +1,4 @@
-"""Files of one dataset with different schemas (B34): widened where possible, else refused with names."""
+"""Files of one dataset with different schemas: widened where possible, else refused with names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The engine over tiny real models gives what transformers gives, however the work is cut (cases B02, B04, B43, B60,
-B66, B70)."""
+"""The engine over tiny real models gives what transformers gives, however the work is cut."""
 
 from __future__ import annotations
 
@@ -113,7 +112,7 @@ def test_chat(model: Path, oracle: Oracle) -> None:
     ids=["all layers", "every other layer"],
 )
 def test_a_sliding_window_with_a_cache_and_pre_emption(tmp_path: Path, family: str, config: dict[str, Any]) -> None:
-    """B60. Blocks outside the window are kept, so that a prefix hit never reads what was reused."""
+    """Blocks outside the window are kept, so that a prefix hit never reads what was reused."""
     model = make_tiny(tmp_path / family, family, sliding_window=8, num_hidden_layers=4, **config)
     oracle = Oracle(model)
     head = ids(64, seed=0)
@@ -134,7 +133,7 @@ def test_a_sliding_window_with_a_cache_and_pre_emption(tmp_path: Path, family: s
 
 
 def test_penalties_are_those_of_transformers_however_the_work_is_cut(model: Path, oracle: Oracle) -> None:
-    """B43: repetition counts prompt and output; presence and frequency the output alone, by the OpenAI definition."""
+    """Repetition counts prompt and output; presence and frequency the output alone, by the OpenAI definition."""
     from transformers import RepetitionPenaltyLogitsProcessor
 
     repeat = RepetitionPenaltyLogitsProcessor(1.3)
@@ -170,7 +169,7 @@ def test_penalties_are_those_of_transformers_however_the_work_is_cut(model: Path
 
 @pytest.mark.parametrize("budget", [64, 512])
 def test_a_sick_row_does_not_spoil_the_prefix_that_it_shares(model: Path, budget: int) -> None:
-    """B66: its chunk with the bad token also holds the head of the others, whose blocks are cached before its end."""
+    """Its chunk with the bad token also holds the head of the others, whose blocks are cached before its end."""
     head = ids(40, seed=0)
     good = [[*head, 5 + i] for i in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)

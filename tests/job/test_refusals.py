@@ -8,10 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from batchinfer.errors import ConfigError, InputError
+from batchinfer.errors import ConfigError, InputError, ModelError
 from batchinfer.job.resolve import resolve_job
 from batchinfer.job.spec import JobSpec
 from batchinfer.job.verify import verify_job
+from batchinfer.testing.tiny import make_tiny, write_tokenizer
 
 PROMPTS = {
     "text": pa.array(["a", None]),
@@ -51,6 +52,19 @@ def test_columns_of_types_that_can_be_no_prompt(shop, key, good):
             resolve_job(shop.spec(input=given))
         else:
             refused(shop, rf"^input\.{key}: column '{name}' is .* in a\.parquet; it must hold ", input=given)
+
+
+def test_messages_for_a_model_without_a_chat_template(shop):
+    shop.write("a.parquet", PROMPTS)
+    model = make_tiny(shop.root / "model")
+    write_tokenizer(model, chat_template=None)
+    chat = {"prompt_column": None, "messages_column": "messages"}
+    says = r"no chat template.*input\.chat_template"
+    refused(shop, says, error=ModelError, model={"path": str(model)}, input=chat)
+    given = [{"role": "user", "content": "{text}"}]
+    refused(shop, says, error=ModelError, model={"path": str(model)}, input={"prompt_column": None, "messages": given})
+    resolve_job(shop.spec(model={"path": str(model)}, input={"prompt_column": "text"}))
+    resolve_job(shop.spec(model={"path": str(model)}, input={**chat, "chat_template": "{{ messages[0].content }}"}))
 
 
 def test_tools_are_lists_or_json_text(shop):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -13,6 +14,7 @@ from batchinfer.job import windows as windows_module
 from batchinfer.job.manifest import freeze_job, load_manifest, move_aside
 from batchinfer.job.resolve import resolve_job
 from batchinfer.job.verify import verify_job
+from batchinfer.testing.tiny import make_tiny
 
 
 @pytest.fixture
@@ -84,6 +86,35 @@ def test_deleted_file(half_done):
 )
 def test_changed_settings_are_refused_by_name(half_done, sections, named):
     assert named in refused(half_done, **sections)
+
+
+def edit(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda m: edit(m / "config.json", rope_theta=9000.0), "model.hash: "),
+        (lambda m: make_tiny(m, seed=1), "model.hash: "),
+        (lambda m: (m / "chat_template.jinja").write_text("{{ messages[0].content }}"), "model.chat_template_hash: "),
+        (lambda m: edit(m / "tokenizer_config.json", bos_token=None), "model.tokenizer_hash: "),
+        (lambda m: edit(m / "generation_config.json", eos_token_id=[2, 7]), "model.eos_token_ids: [2] -> [2, 7]"),
+        (
+            lambda m: edit(m / "generation_config.json", repetition_penalty=1.1),
+            "sampling.repetition_penalty: 1.0 -> 1.1",
+        ),
+    ],
+)
+def test_a_model_whose_files_changed_is_refused_by_what_changed(shop, change, named):
+    """The path is the same: what lies there decides."""
+    shop.write("a.parquet", {"m": pa.array([[{"role": "user", "content": "x"}]])})
+    model = make_tiny(shop.root / "model")
+    sections = {"model": {"path": str(model)}, "input": {"prompt_column": None, "messages_column": "m"}}
+    freeze_job(resolve_job(shop.spec(**sections)))
+    resolve_job(shop.spec(**sections))
+    change(model)
+    assert named in refused(shop, **sections)
 
 
 def test_all_changes_are_listed_at_once(half_done):
@@ -212,6 +243,8 @@ def test_a_job_of_an_earlier_version_is_refused_until_it_starts_over(half_done):
         ({"prompt": ["a"], "Error": ["b"]}, {}, InputError, "'Error'"),
         ({"prompt": ["a"]}, {"model": {"path": "/no/such/model"}}, ModelError, "no such"),
         ({"prompt": ["a"]}, {"engine": {"max_model_len": 9999}}, ConfigError, "has 256 positions"),
+        ({"prompt": ["a"]}, {"sampling": {"max_tokens": None, "min_tokens": 256}}, ConfigError, "more than 255"),
+        ({"prompt": ["a"]}, {"sampling": {"logit_bias": {512: 1.0}}}, ConfigError, "not in the model's vocabulary"),
         ({"prompt": ["a"]}, {"sampling": {"stop_token_ids": [99999]}}, ConfigError, "not in the model's vocabulary"),
         ({"prompt": ["a"]}, {"input": {"path": "nothing"}}, InputError, "nothing"),
         ({"prompt": ["a"]}, {"output": {"path": "s3://b/o"}}, ConfigError, "s3://"),

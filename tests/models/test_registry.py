@@ -75,7 +75,7 @@ def test_refused_by_name(tmp_path: Path, config: dict[str, Any], words: list[str
     ],
 )
 def test_families_that_are_not_there_are_refused_by_name(tmp_path: Path, architecture: str) -> None:
-    """B67, B68, B69: never run as if it were a llama, however much its config looks like one."""
+    """Never run as if it were a llama, however much its config looks like one."""
     path = make_tiny(tmp_path, architectures=[architecture])
     refused(path, f"architecture {architecture} is not supported; supported are LlamaForCausalLM")
 

@@ -136,7 +136,7 @@ def test_preemption_changes_nothing(make_runner: MakeRunner) -> None:
 
 
 def test_blocks_of_another_sequence_serve_as_prefix(make_runner: MakeRunner) -> None:
-    """B02: what a prefix hit leaves to compute, down to the last token alone, gives the same bytes."""
+    """What a prefix hit leaves to compute, down to the last token alone, gives the same bytes."""
     runner = make_runner()
     for length in (15, 16, 17, 31, 32, 33, 48):
         prompt = prompts_of(1, seed=length, longest=2)[0] * length
@@ -195,7 +195,7 @@ def logprob_entries(driver: StepDriver, seq_id: int, field: str) -> list[Any]:
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_logprobs_come_with_every_token_and_do_not_depend_on_settings(chunk: int, make_runner: MakeRunner) -> None:
-    """B44: raw log-probabilities, the sampled token among them whatever was cut off."""
+    """Raw log-probabilities, the sampled token among them whatever was cut off."""
     runner = make_runner()
     prompt = prompts_of(1, seed=7)[0]
     driver = StepDriver(runner)
@@ -243,7 +243,7 @@ def test_prompt_logprobs_of_a_long_prompt_come_in_slices(make_runner: MakeRunner
 def test_a_row_with_non_finite_logits_is_an_error_and_others_are_not(
     value: float, arithmetic: dict[str, Any], make_runner: MakeRunner
 ) -> None:
-    """B66: one bad embedding among good rows, greedy and sampled; a stale NaN leaves no trace for its blocks' heirs."""
+    """One bad embedding among good rows, greedy and sampled; a stale NaN leaves no trace for its blocks' heirs."""
     runner = make_runner(kv_cache_memory=1 << 21, **arithmetic)
     prompts = [[5 + i, *prompt] for i, prompt in enumerate(prompts_of(8, seed=9))]
     expected = run_all(runner, prompts, at_once=8)
@@ -270,7 +270,7 @@ def test_a_row_with_non_finite_logits_is_an_error_and_others_are_not(
 
 
 def test_float16_that_overflows_gives_error_rows(make_runner: MakeRunner) -> None:
-    """B66: never token 0 to the end."""
+    """Never token 0 to the end."""
     runner = make_runner(dtype="float16")
     model: Any = runner._model
     down = next(p for n, p in model.named_parameters() if "down" in n)

@@ -240,7 +240,7 @@ def test_the_largest_uniform_gives_the_last_token_with_weight(monkeypatch: pytes
 
 
 def test_min_tokens_masks_stop_ids_and_nothing_else() -> None:
-    """B19: counted over the output only, whatever the prompt's length; no id stands in for a missing EOS."""
+    """Counted over the output only, whatever the prompt's length; no id stands in for a missing EOS."""
     sampler = Sampler(VOCAB, torch.device("cpu"))
     logits = torch.zeros(1, VOCAB)
     logits[0, [5, 8, VOCAB - 1]] = torch.tensor([9.0, 8.0, 7.0])
@@ -256,7 +256,7 @@ def test_min_tokens_masks_stop_ids_and_nothing_else() -> None:
 
 
 def test_penalties_count_prompt_and_output_as_defined() -> None:
-    """B43: repetition sees prompt and output, presence and frequency the output; signs; rows without any."""
+    """Repetition sees prompt and output, presence and frequency the output; signs; rows without any."""
     sampler = Sampler(VOCAB, torch.device("cpu"))
     base = torch.zeros(VOCAB)
     base[3], base[4], base[5] = 3.0, 2.9, 2.0

@@ -1,4 +1,4 @@
-"""Chat templates: what they say, where they are, and their bounds (case B52)."""
+"""Chat templates: what they say, where they are, and their bounds."""
 
 from __future__ import annotations
 

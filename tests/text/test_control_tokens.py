@@ -1,4 +1,4 @@
-"""Control tokens in the text of rows (case B21)."""
+"""Control tokens in the text of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids from GGUF metadata equal those of the model's own tokenizer (cases B50, B65)."""
+"""Ids from GGUF metadata equal those of the model's own tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows to prompts and ids (cases B14, B15, B20, B23, B37)."""
+"""Rows to prompts and ids."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def outcomes(tokenizer: Tokenizer, values: list[Any], **spec: Any) -> list[Prepa
     return prepare_rows(renderer, tokenizer, [{"prompt": value, "m": value} for value in values])
 
 
-# --- B15: null, NaN, empty, blank, not text
+# --- null, NaN, empty, blank, not text
 
 
 GOOD = ["hi", "   ", "\n", "nan", "null", "None"]
@@ -133,7 +133,7 @@ def test_struct_fields_that_are_null_are_not_defined(chatml: Tokenizer) -> None:
     assert texts == ["aFalse", "bTrue"]
 
 
-# --- B23: values from pandas and numpy
+# --- values from pandas and numpy
 
 
 def test_numpy_values_become_plain(chatml: Tokenizer) -> None:
@@ -268,7 +268,7 @@ def test_parts_for_a_template_that_knows_text_only(chatml: Tokenizer) -> None:
     assert "part 0 is of type 'image'" in error_of(chatml, row, messages_column="m")
 
 
-# --- B20: BOS
+# --- BOS
 
 
 def dump(tokenizer: Tokenizer, row: dict[str, Any], jinja: str, **spec: Any) -> list[int]:
@@ -326,7 +326,7 @@ def test_demo_ids_equal_apply_chat_template(demo: Tokenizer, demo_files: ModelFi
         assert outcome == PreparedRow(expected)
 
 
-# --- B14: over-long prompts, B37: surrogates
+# --- over-long prompts, surrogates
 
 
 def test_over_long_prompts_are_error_rows(chatml: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Per-row sampling settings (case B23)."""
+"""Per-row sampling settings."""
 
 from __future__ import annotations
 

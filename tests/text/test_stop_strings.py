@@ -1,4 +1,4 @@
-"""Text as it comes, and stop strings (cases B16, B17, B19)."""
+"""Text as it comes, and stop strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tokenizer.json: loading, BOS flags, surrogates, threads, forks (cases B20, B37, B50, B51)."""
+"""tokenizer.json: loading, BOS flags, surrogates, threads, forks."""
 
 from __future__ import annotations
 

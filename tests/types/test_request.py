@@ -1,4 +1,4 @@
-"""SamplingParams: what is taken and what is refused, by name (B19, B43, B44, B46)."""
+"""SamplingParams: what is taken and what is refused, by name."""
 
 from __future__ import annotations
 

@@ -223,6 +223,5 @@ def test_quantization_is_refused_by_name(tmp_path: Path, quantization: str) -> N
 )
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_a_quantized_checkpoint_is_refused_by_name(tmp_path: Path, key: str, stored: dict[str, Any]) -> None:
-    """B62, B64."""
     folder = make_tiny(tmp_path / "tiny", **{key: stored})
     refused(folder, str(folder), f"method {stored.get('quant_method', 'unnamed')!r}", "not supported")
