@@ -181,7 +181,7 @@ def config_from_metadata(header: GGUFHeader) -> dict[str, Any]:
     }
     rotary_dim = int(get("rope.dimension_count", head_dim))
     if rotary_dim != head_dim:
-        config["partial_rotary_factor"] = rotary_dim / head_dim
+        config["rope_dimension_count"] = rotary_dim
     return config
 
 

@@ -84,6 +84,13 @@ class LlamaConfig:
             raise ModelError(f"hidden_act {activation!r} is not supported in this family; silu is")
         max_positions = whole(config, "max_position_embeddings")
         has_bias = flag(config, "attention_bias") and variant.attention_bias == "config"
+        rope = RopeConfig.from_config(config, head_dim=head_dim, max_position_embeddings=max_positions)
+        if rope.rotary_dim != head_dim and config.get("rope_dimension_count") is None:
+            # transformers rotates whole heads in this family whatever the config says, other engines a part of them.
+            raise ModelError(
+                f"partial_rotary_factor in the model's config rotates {rope.rotary_dim} of {head_dim} dimensions, "
+                f"which is not supported for {architecture}"
+            )
         return cls(
             hidden_size=hidden_size,
             intermediate_size=whole(config, "intermediate_size"),
@@ -99,7 +106,7 @@ class LlamaConfig:
             qk_norm=variant.qk_norm,
             tie_word_embeddings=flag(config, "tie_word_embeddings"),
             windows=_windows(variant, config, num_layers),
-            rope=RopeConfig.from_config(config, head_dim=head_dim, max_position_embeddings=max_positions),
+            rope=rope,
         )
 
 

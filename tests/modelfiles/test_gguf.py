@@ -11,6 +11,7 @@ import pytest
 
 from batchinfer.errors import ModelError
 from batchinfer.modelfiles import gguf_header, gguf_model, open_model
+from batchinfer.modelfiles.llama_config import LlamaConfig
 from batchinfer.testing.tiny import CHAT_TEMPLATE, tiny_config
 from batchinfer.testing.tiny_gguf import make_tiny_gguf
 
@@ -92,6 +93,12 @@ def test_rope_scaling(tmp_path: Path) -> None:
     assert yarn["attention_factor"] == pytest.approx(1.1386294)
     with pytest.raises(ModelError, match="RoPE scaling of type 'longrope' is not supported"):
         rope(**{"scaling.type": "longrope"})
+
+
+def test_a_part_of_each_head_is_rotated(tmp_path: Path) -> None:
+    files = open_model(str(make_tiny_gguf(tmp_path / "t.gguf", metadata={"llama.rope.dimension_count": 8})))
+    config = LlamaConfig.from_config("LlamaForCausalLM", files.config)
+    assert (config.head_dim, config.rope.rotary_dim) == (16, 8)
 
 
 @pytest.mark.parametrize(

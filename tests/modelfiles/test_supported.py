@@ -26,6 +26,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "awq"}}, "quantized .*'awq'.* use the original checkpoint"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"quantization_config": {"quant_method": "gptq", "desc_act": True}}, "quantization_config, method 'gptq'"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor .* rotates 8 of 16 .* not supported for LlamaForCausalLM"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor .* not supported"),
     ({"num_hidden_layers": 10**12}, "num_hidden_layers .* is 10{12}; no model has more"),
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of"),
 ]

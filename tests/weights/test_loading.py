@@ -23,6 +23,7 @@ from batchinfer.testing.tiny_gguf import K_SIZES, make_tiny_gguf
 from batchinfer.weights import WeightError, loading
 from batchinfer.weights.gguf_types import DEQUANTIZED, dequantize
 from batchinfer.weights.loading import PLAIN_TYPES, TensorReader, equal_values
+from tests.modelfiles.test_gguf import split
 
 OPS = resolve("reference")
 
@@ -73,6 +74,14 @@ def test_shards_threads_and_pieces_change_nothing(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(loading, "PIECE_ELEMENTS", piece_elements)
         assert same(parameters(sharded, num_threads=num_threads), expected)
         assert same(parameters(gguf, num_threads=num_threads), quantized)
+
+
+def test_a_split_file_gives_what_the_whole_one_gives(tmp_path: Path) -> None:
+    whole = make_tiny_gguf(tmp_path / "t.gguf", quant="Q4_1")
+    expected = parameters(whole)
+    first, *_ = split(whole, 3)
+    whole.unlink()
+    assert same(parameters(first), expected)
 
 
 @pytest.mark.parametrize("kind", sorted(DEQUANTIZED))
