@@ -156,3 +156,14 @@ def test_a_signal_that_a_library_swallowed_stops_the_run_all_the_same() -> None:
             assert "SIGTERM" in str(error)
         signals.stop_in_order(stopped.append)
     assert stopped == ["stopped by SIGTERM"]
+
+
+@pytest.mark.parametrize(("most", "rows"), [("auto", None), (0, 0), (7, 7)])
+def test_limits_are_the_jobs(most: str | int, rows: int | None) -> None:
+    from batchinfer.cluster.submit import limits_of
+    from batchinfer.job.spec import JobSpec
+
+    job = {"model": {"path": "fake://hash"}, "input": {"path": "in", "prompt": "x"}, "output": {"path": "out"}}
+    job |= {"cluster": {"worker_timeout_s": 41}, "failure": {"max_failed_rows": most}}
+    limits = limits_of(JobSpec.from_dict(job))
+    assert (limits.no_worker_s, limits.max_failed_rows) == (41.0, rows)
