@@ -8,7 +8,8 @@ Responsible for: reference counts, the free list, eviction of unreferenced cache
     used    referenced by 1 or more sequences or copies under way, with or without a key
 
 Idle blocks are evicted least recently used first, but those that somebody who waits will ask for (`wanted`) after
-all others: they are set apart when their turn comes, so that each costs one look.
+all others: they are set apart when their turn comes. Blocks that one sequence let go stand together, in its order:
+who wants a block wants those before it, so one look at the first says that nobody wants any, and they go in one piece.
 """
 
 from __future__ import annotations
@@ -24,16 +25,24 @@ from batchinfer.types.step import KVGroup
 # that is touched for the first time costs more than the cache of a prefix that is done with is worth.
 MAX_IDLE = 1024
 
+# This part of all blocks may be evicted before it is needed, so that most allocations find free ones.
+EVICTED_AT_ONCE = 1 / 256
+
 
 class BlockManager:
     """Blocks 0 .. num_blocks-1 of one KV group."""
 
     __slots__ = (
+        "_at_once",
         "_free",
+        "_group_of",
         "_idle",
         "_index",
         "_kept",
         "_key_of",
+        "_num_groups",
+        "_num_idle",
+        "_num_kept",
         "_num_refs",
         "_wanted",
         "block_size",
@@ -47,9 +56,14 @@ class BlockManager:
         self.block_size = group.block_size
         self.caching = enable_prefix_caching
         self.num_evictions = 0
+        self._at_once = max(1, int(group.num_blocks * EVICTED_AT_ONCE))
         self._free = list(range(group.num_blocks - 1, -1, -1))  # a stack: block 0 is taken first
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._kept: OrderedDict[int, None] = OrderedDict()  # idle too, but wanted when their turn came
+        # By number, least recently used first: blocks of one sequence, never none, in its order.
+        self._idle: OrderedDict[int, list[int]] = OrderedDict()
+        self._kept: OrderedDict[int, list[int]] = OrderedDict()  # idle too, but wanted when their turn came
+        self._num_idle = self._num_kept = 0  # blocks in them
+        self._num_groups = 0
+        self._group_of = [0] * group.num_blocks  # of an idle block: the number of what it stands in
         self._wanted = Wanted() if wanted is None else wanted
         self._num_refs = [0] * group.num_blocks
         self._index = PrefixIndex(group.num_blocks, group.block_size)
@@ -58,7 +72,7 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can give."""
-        return len(self._free) + len(self._idle) + len(self._kept)
+        return len(self._free) + self._num_idle + self._num_kept
 
     def match(self, chain: PrefixChain, max_blocks: int) -> list[int]:
         """Blocks that hold the longest published prefix of the chain. Takes no reference: see `acquire`."""
@@ -86,39 +100,69 @@ class BlockManager:
         num_refs = self._num_refs
         for block in blocks:
             if num_refs[block] == 0:
-                if block in self._idle:
-                    del self._idle[block]
-                else:
-                    del self._kept[block]
+                self._take_idle(block)
             num_refs[block] += 1
+
+    def _take_idle(self, block: int) -> None:
+        """Takes a block out of its group; nearly always the first, since a prefix is taken from its beginning."""
+        number = self._group_of[block]
+        if number in self._idle:
+            groups = self._idle
+            self._num_idle -= 1
+        else:
+            groups = self._kept
+            self._num_kept -= 1
+        group = groups[number]
+        group.remove(block)
+        if not group:
+            del groups[number]
 
     def allocate(self, count: int, table: list[int]) -> None:
         """Appends `count` blocks without a key to the table; the caller made sure that they are available."""
         free, num_refs = self._free, self._num_refs
-        blocks: list[int] = []
-        if len(free) < count or len(self._idle) > MAX_IDLE:
-            self._evict(count, blocks)
-        while len(blocks) < count:
-            blocks.append(free.pop())
-        for block in blocks:
+        if len(free) < count or self._num_idle > MAX_IDLE:
+            self._evict(count)
+        for _ in range(count):
+            block = free.pop()
             num_refs[block] = 1
-        table += blocks
+            table.append(block)
 
-    def _evict(self, count: int, blocks: list[int]) -> None:
-        """Takes idle blocks, oldest first, while it must: while too many are idle, or none is free."""
+    def _evict(self, count: int) -> None:
+        """Frees idle blocks, oldest first, while it must: while too many are idle, or less than `count` are free."""
         idle, kept, key_of = self._idle, self._kept, self._key_of
         last, waiting = self._wanted.last, self._wanted.waiting
         must = count - len(self._free)
-        while idle and len(blocks) < count and (len(idle) > MAX_IDLE or len(blocks) < must):
-            block = idle.popitem(last=False)[0]
-            if last.get(hash(key_of[block])) in waiting:  # see `Wanted`
-                kept[block] = None
+        most = max(count, self._at_once) if must > 0 else count
+        evicted: list[int] = []
+        while idle and len(evicted) < count and (len(evicted) < must or self._num_idle > MAX_IDLE):
+            number = next(iter(idle))
+            group = idle[number]
+            size = stop = len(group)
+            least = max(0, size - (most - len(evicted)))
+            if last.get(hash(key_of[group[0]])) not in waiting:  # see `Wanted`
+                stop = least
             else:
-                blocks.append(block)
-        while len(blocks) < must:
-            blocks.append(kept.popitem(last=False)[0])
-        self.num_evictions += len(blocks)
-        self._index.drop(blocks)
+                while stop > least and last.get(hash(key_of[group[stop - 1]])) not in waiting:
+                    stop -= 1
+            evicted += group[stop:]
+            del group[stop:]
+            self._num_idle -= size - stop
+            if stop > least or not stop:
+                del idle[number]
+                if stop:
+                    kept[number] = group
+                    self._num_idle -= stop
+                    self._num_kept += stop
+        while len(evicted) < must:
+            number = next(iter(kept))
+            group = kept[number]
+            evicted.append(group.pop())
+            self._num_kept -= 1
+            if not group:
+                del kept[number]
+        self.num_evictions += len(evicted)
+        self._index.drop(evicted)
+        self._free += evicted
 
     def publish(self, table: list[int], chain: PrefixChain, start: int, stop: int) -> None:
         """Makes blocks `start .. stop` of a sequence, all of whose tokens have been computed, available to others."""
@@ -131,24 +175,36 @@ class BlockManager:
     def release(self, table: list[int]) -> None:
         """Gives a sequence's references back and empties its table. Later blocks are evicted before earlier
         ones: a prefix without its tail is of use, a tail without its prefix is not."""
-        num_refs, free, idle, key_of = self._num_refs, self._free, self._idle, self._key_of
-        for block in reversed(table):
+        num_refs, free, key_of, group_of = self._num_refs, self._free, self._key_of, self._group_of
+        number = self._num_groups
+        group: list[int] = []
+        for block in table:
             count = num_refs[block] - 1
             num_refs[block] = count
             if count == 0:
                 if key_of[block] is not None:
-                    idle[block] = None
+                    group_of[block] = number
+                    group.append(block)
                 else:
                     free.append(block)
             else:
                 assert count > 0, f"block {block} is released more often than it was taken"
+        if group:
+            self._idle[number] = group
+            self._num_idle += len(group)
+            self._num_groups += 1
         table.clear()
 
     def check(self, tables: Iterable[list[int]] | None = None) -> None:
         """Asserts the states above and, given the tables of all sequences and the sources of copies under way, that
         reference counts are theirs."""
-        free, idle = set(self._free), set(self._idle) | set(self._kept)
-        assert len(idle) == len(self._idle) + len(self._kept), "a block is idle twice"
+        groups = {**self._idle, **self._kept}
+        free, idle = set(self._free), {block for group in groups.values() for block in group}
+        assert all(groups.values()) and len(groups) == len(self._idle) + len(self._kept), "a group is empty, or twice"
+        assert all(self._group_of[block] == number for number, group in groups.items() for block in group)
+        assert sum(map(len, self._idle.values())) == self._num_idle, "the number of idle blocks is wrong"
+        assert sum(map(len, self._kept.values())) == self._num_kept, "the number of blocks that are kept is wrong"
+        assert len(idle) == self._num_idle + self._num_kept, "a block is idle twice"
         used = {block for block, count in enumerate(self._num_refs) if count > 0}
         assert min(self._num_refs, default=0) >= 0, "a reference count is negative"
         assert len(free) == len(self._free), "a block is twice in the free list"

@@ -7,17 +7,18 @@ import random
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchinfer.scheduling import BlockManager, PrefixChain
 from batchinfer.scheduling.branches import run_of
+from batchinfer.scheduling.wanted import Wanted
 from batchinfer.types.step import KVGroup
 
 SIZE = 4
 
 
-def manager_of(num_blocks: int, **options: bool) -> BlockManager:
-    return BlockManager(KVGroup(num_blocks=num_blocks, block_size=SIZE), **options)
+def manager_of(num_blocks: int, wanted: Wanted | None = None) -> BlockManager:
+    return BlockManager(KVGroup(num_blocks=num_blocks, block_size=SIZE), wanted=wanted)
 
 
 def chain_of(tokens: list[int]) -> PrefixChain:
@@ -89,6 +90,58 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     assert manager.match(chain_of(list(range(12))), 3) == head
 
 
+def test_what_somebody_waits_for_goes_last_and_what_comes_behind_it_first() -> None:
+    wanted = Wanted()
+    manager = manager_of(8, wanted)
+    tokens, others = list(range(24)), [99] * 8
+    ours, theirs = fill(manager, tokens), fill(manager, others)
+    wanted.note(1, chain_of(tokens[:10]).hashes)
+    ours_were = list(ours)
+    manager.release(ours)
+    manager.release(theirs)
+    table: list[int] = []
+    for num_left in (5, 4, 3, 2, 2, 2, 1, 0):  # of ours: behind what is wanted, then the others, then what is wanted
+        manager.allocate(1, table)
+        manager.check([table])
+        assert manager.match(chain_of(tokens), 6) == ours_were[:num_left]
+
+
+def test_a_prefix_that_was_kept_can_be_taken_and_is_evicted_like_others_then() -> None:
+    wanted = Wanted()
+    manager = manager_of(4, wanted)
+    tokens = list(range(8))
+    table = fill(manager, tokens)
+    wanted.note(1, chain_of(tokens).hashes)
+    manager.release(table)
+    manager.allocate(3, table)  # the two that were never used, and one of the two that are wanted
+    kept = manager.match(chain_of(tokens), 2)
+    assert len(kept) == 1
+    manager.acquire(kept)
+    manager.check([table, list(kept)])
+    wanted.forget(1)
+    manager.release(kept)
+    manager.allocate(1, table)
+    manager.check([table])
+    assert manager.match(chain_of(tokens), 2) == []
+
+
+def test_eviction_is_done_for_several_blocks_at_once_in_a_large_pool_only() -> None:
+    evicted = []
+    for num_blocks in (16, 1024):
+        manager = manager_of(num_blocks)
+        table = fill(manager, list(range(12 * SIZE)))
+        rest: list[int] = []
+        manager.allocate(num_blocks - 12, rest)
+        manager.release(table)
+        for _ in range(4):
+            manager.allocate(1, rest)
+        manager.check([rest])
+        assert len(manager.match(chain_of(list(range(12 * SIZE))), 12)) == 8
+        manager.allocate(1, rest)
+        evicted.append(manager.num_evictions)
+    assert evicted == [5, 8]
+
+
 def test_a_block_that_is_used_anew_has_lost_its_hash() -> None:
     manager = manager_of(1)
     table = fill(manager, [1, 2, 3, 4])
@@ -125,9 +178,23 @@ class Blocks(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = manager_of(7)
+        self.wanted = Wanted()
+        self.manager = manager_of(7, self.wanted)
         self.live: list[tuple[list[int], PrefixChain, list[int]]] = []
         self.content: dict[int, list[int]] = {}  # block -> the whole prefix that it was last published with
+
+    @initialize(at_once=st.integers(1, 5))
+    def evict(self, at_once: int) -> None:
+        self.manager._at_once = at_once
+
+    @rule(seed=st.integers(0, 6), length=st.integers(1, 16), seq_id=st.integers(0, 3))
+    def want(self, seed: int, length: int, seq_id: int) -> None:
+        rng = random.Random(seed)
+        self.wanted.note(seq_id, chain_of([rng.randrange(2) for _ in range(length)]).hashes)
+
+    @rule(seq_id=st.integers(0, 3))
+    def want_no_longer(self, seq_id: int) -> None:
+        self.wanted.forget(seq_id)
 
     @rule(seed=st.integers(0, 6), length=st.integers(1, 16))
     def come(self, seed: int, length: int) -> None:
