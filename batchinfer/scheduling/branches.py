@@ -39,6 +39,19 @@ def num_common(first: bytes, second: bytes) -> int:
     return (start + ((differ & -differ).bit_length() - 1) // 8) // TOKEN_BYTES
 
 
+def longest_among(runs: list[bytes], run: bytes) -> tuple[int, int]:
+    """(leading tokens, at least one, that one of these runs, which are in order, has in common with that one, its
+    place), or (0, 0)."""
+    place = bisect_left(runs, run)
+    best = num_common(runs[place - 1], run) if place else 0
+    if place < len(runs):
+        behind = runs[place]
+        more = (best + 1) * TOKEN_BYTES
+        if len(run) >= more and behind.startswith(run[:more]):
+            return num_common(behind, run), place
+    return (best, place - 1) if best else (0, 0)
+
+
 class Branches:
     """Runs of at least one token by the hash of the block before them. The same run may be there more than once.
 
@@ -85,19 +98,8 @@ class Branches:
         if isinstance(runs, bytes):
             best = num_common(runs, run)
             return (best, runs) if best else (0, b"")
-        place = bisect_left(runs, run)
-        best, found = 0, b""
-        if place:
-            before = runs[place - 1]
-            best = num_common(before, run)
-            if best:
-                found = before
-        if place < len(runs):
-            behind = runs[place]
-            more = (best + 1) * TOKEN_BYTES
-            if len(run) >= more and behind.startswith(run[:more]):
-                return num_common(behind, run), behind
-        return best, found
+        best, place = longest_among(runs, run)
+        return (best, runs[place]) if best else (0, b"")
 
     def any_begins_with(self, parent: int, head: bytes) -> bool:
         """Whether a run behind this parent begins with that one."""
