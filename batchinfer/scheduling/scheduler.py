@@ -210,8 +210,6 @@ class Scheduler:
             tokens = seq.token_ids
             token = token_ids_of[seq.seq_id][0]
             seq.num_computed = computed = len(tokens)
-            if computed >= seq.publish_at:
-                self._publish(seq)
             tokens.append(token)
             if token in seq.stop_ids and computed >= seq.min_total_tokens:
                 self._end_by_stop_id(seq, token)
@@ -463,7 +461,10 @@ class Scheduler:
             self._waiting.extendleft(reversed(held))
 
     def _release(self, seq: Sequence) -> None:
-        """Gives all blocks back."""
+        """Gives all blocks back. Those that its output has filled are made findable now, in one go: hardly anybody
+        asks for them before."""
+        if seq.num_computed >= seq.publish_at:
+            self._blocks.publish(seq)
         if seq.status is Status.PREFILLING and self.enable_prefix_caching:
             self._let_wait_no_longer(self._holdback.end(seq))
         self._blocks.release(seq)
