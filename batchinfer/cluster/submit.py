@@ -112,7 +112,7 @@ def _run_job(
         job = resolve_here(spec, extend=extend, ignore_existing=fresh)
     if fresh and job.layout.output.exists():
         # Refuses while somebody is at work there; held until the folder has its new name.
-        epoch = DriverLock.claim(lock_store(job.layout.output), on_wait=listener.said).epoch
+        epoch = _claim(job, listener).epoch
         aside = move_aside(job.layout)
         if aside is not None:
             DriverLock(lock_store(aside), epoch).release()
@@ -157,12 +157,17 @@ def resolve_here(
     return resolve_job(spec, extend=extend, ignore_existing=ignore_existing, retry=retry)
 
 
+def _claim(job: ResolvedJob, listener: Listener) -> DriverLock:
+    seconds = float(job.spec.cluster.takeover_timeout_s)
+    return DriverLock.claim(lock_store(job.layout.output), on_wait=listener.said, takeover_after_s=seconds)
+
+
 @contextlib.contextmanager
 def _driving(job: ResolvedJob, listener: Listener) -> Iterator[DriverLock]:
     """This process is the job's driver, and writes its log."""
     layout = replace(job.layout, retry=None)
     try:
-        claimed = DriverLock.claim(lock_store(layout.output), on_wait=listener.said)
+        claimed = _claim(job, listener)
     except OSError as error:  # the first thing that is written
         raise ConfigError(
             f"output.path {layout.output} can't be written to: {error.strerror or error}; give a folder that can"

@@ -2,7 +2,8 @@
 
 A driver claims `driver/<epoch>` by create-if-absent and bumps a counter every 5 s. A successor claims the next epoch
 at once where that process is dead on this host or has said goodbye, else after 30 s without a change of the
-counter; a live one is left alone (ResumeRefused). Clocks of different hosts are never compared.
+counter; a live one is left alone (ResumeRefused). Where a driver promises life at other times
+(`cluster.takeover_timeout_s`), its claim says so. Clocks of different hosts are never compared.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from batchinfer.data.fs import LocalStore, Store
 from batchinfer.errors import BatchinferError, ResumeRefused
 from batchinfer.job.layout import STATE_FOLDER
 
-BUMP_EVERY_S = 5.0
 TAKEOVER_AFTER_S = 30.0
+BUMPS = 6  # in that time
+BUMP_EVERY_S = TAKEOVER_AFTER_S / BUMPS
 POLL_EVERY_S = 0.5
 _PREFIX = f"{STATE_FOLDER}/driver/"
 _CLAIM = re.compile(re.escape(_PREFIX) + r"(\d{6,})\.json")
@@ -57,12 +59,14 @@ class DriverProcess:
         return self.scope == _process_scope() and process_start(self.pid) != self.started
 
 
-def _process_of(claim: bytes) -> DriverProcess:
-    """Of a claim that is damaged, a process of which nothing can be known but its silence."""
+def _read_claim(claim: bytes) -> tuple[DriverProcess, float]:
+    """Whose it is, and how long its silence is to be waited out. Of a claim that is damaged, a process of which nothing
+    can be known but its silence."""
     try:
-        return DriverProcess(**json.loads(claim)["process"])
+        data = json.loads(claim)
+        return DriverProcess(**data["process"]), float(data["takeover_after_s"])
     except (ValueError, KeyError, TypeError):
-        return DriverProcess("unknown", 0, "unknown", "")
+        return DriverProcess("unknown", 0, "unknown", ""), TAKEOVER_AFTER_S
 
 
 def _process_scope() -> str:
@@ -93,6 +97,7 @@ class DriverRecord:
     process: DriverProcess
     counter: int
     released: bool
+    takeover_after_s: float = TAKEOVER_AFTER_S
 
     @property
     def gone(self) -> bool:
@@ -109,9 +114,11 @@ def last_driver(store: Store) -> DriverRecord | None:
     claim = store.get(_key(epoch, "json"), wait_s=10.0)
     if claim is None:
         raise BatchinferError(f"{_key(epoch, 'json')} is listed and can't be read; run the command again")
+    process, takeover_after_s = _read_claim(claim)
     return DriverRecord(
         epoch=epoch,
-        process=_process_of(claim),
+        process=process,
+        takeover_after_s=takeover_after_s,
         counter=_counter(store, epoch),
         released=store.get(_key(epoch, "released")) is not None,
     )
@@ -120,8 +127,9 @@ def last_driver(store: Store) -> DriverRecord | None:
 class DriverLock:
     """Held from `claim` to `release`. Thread-safe."""
 
-    def __init__(self, store: Store, epoch: int) -> None:
+    def __init__(self, store: Store, epoch: int, takeover_after_s: float = TAKEOVER_AFTER_S) -> None:
         self.epoch = epoch
+        self.takeover_after_s = takeover_after_s
         self._store = store
         self._counter = 0
         self._mutex = threading.Lock()
@@ -137,10 +145,12 @@ class DriverLock:
         clock: Clock = time,
         process: DriverProcess | None = None,
         on_wait: Callable[[str], None] | None = None,
+        takeover_after_s: float = TAKEOVER_AFTER_S,
     ) -> DriverLock:
         """Becomes the driver. `store` has the output folder as root. Raises ResumeRefused naming host and pid.
 
-        `on_wait` is told once, in a sentence, that and why claiming takes up to half a minute.
+        `on_wait` is told once, in a sentence, that and why claiming takes up to half a minute. `takeover_after_s`: how
+        long this driver may be silent before another one takes over.
         """
         process = process or DriverProcess.current()
         while True:
@@ -148,22 +158,22 @@ class DriverLock:
             if found is not None and not found.gone:
                 _wait_for_silence(store, found, clock, on_wait)
             epoch = found.epoch + 1 if found else 1
-            claim = json.dumps({"process": asdict(process)}).encode()
+            claim = json.dumps({"process": asdict(process), "takeover_after_s": takeover_after_s}).encode()
             if store.put_if_absent(_key(epoch, "json"), claim):
-                return cls(store, epoch)
+                return cls(store, epoch, takeover_after_s)
             # Another driver was faster. Shared file systems may take a while to show its claim.
             clock.sleep(POLL_EVERY_S)
 
     def bump(self) -> None:
-        """Shows life; call every BUMP_EVERY_S. Raises ResumeRefused if another driver has taken over."""
+        """Shows life; call BUMPS times in `takeover_after_s`. Raises ResumeRefused if another driver has taken over."""
         with self._mutex:
             successor = self._store.get(_key(self.epoch + 1, "json"))
             if successor is not None:
                 self._lost.set()
-                process = _process_of(successor)
+                process, _ = _read_claim(successor)
                 raise ResumeRefused(
                     f"another driver took over this job (host {process.host}, process {process.pid}) because this one "
-                    f"showed no life for {TAKEOVER_AFTER_S:.0f} s; this one stops, nothing is lost"
+                    f"showed no life for {self.takeover_after_s:.0f} s; this one stops, nothing is lost"
                 )
             self._counter += 1
             self._store.replace(_key(self.epoch, "beat"), str(self._counter).encode())
@@ -175,13 +185,13 @@ class DriverLock:
         self._thread.start()
 
     def _beat(self) -> None:
-        while not self._stop.wait(BUMP_EVERY_S):
+        while not self._stop.wait(self.takeover_after_s / BUMPS):
             try:
                 self.bump()
             except ResumeRefused:
                 return
             except OSError:
-                continue  # the file system is away for a moment; silence for 30 s has its own consequence
+                continue  # the file system is away for a moment; silence for long has its own consequence
 
     @property
     def lost(self) -> bool:
@@ -213,10 +223,10 @@ def _wait_for_silence(store: Store, found: DriverRecord, clock: Clock, on_wait: 
     if on_wait is not None:
         on_wait(
             f"process {process.pid} on host {process.host} was driving this job; waiting up to "
-            f"{TAKEOVER_AFTER_S:.0f} s to see whether it still does"
+            f"{found.takeover_after_s:.0f} s to see whether it still does"
         )
     begin = clock.monotonic()
-    while clock.monotonic() - begin < TAKEOVER_AFTER_S:
+    while clock.monotonic() - begin < found.takeover_after_s:
         now = last_driver(store)
         if now is None or now.epoch != found.epoch or now.gone:
             return

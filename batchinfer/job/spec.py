@@ -164,6 +164,9 @@ class ClusterSpec(_Section):
     hang_timeout_s: PositiveInt = Field(
         600, description="a worker or engine that shows no life for so long (three times that to load) is ended"
     )
+    takeover_timeout_s: Annotated[int, Field(ge=2)] = Field(
+        30, description="a driver that shows no life for so long may be succeeded by another one"
+    )
 
 
 class FailureSpec(_Section):

@@ -124,10 +124,9 @@ def test_of_two_successors_one_wins_and_the_other_is_refused(tmp_path):
     assert winners[0].epoch == 2
 
 
-def test_heartbeat_thread_bumps_and_stops(tmp_path, monkeypatch):
-    monkeypatch.setattr("batchinfer.job.driver_lock.BUMP_EVERY_S", 0.01)
+def test_heartbeat_thread_bumps_and_stops(tmp_path):
     store = LocalStore(tmp_path)
-    with DriverLock.claim(store) as lock:
+    with DriverLock.claim(store, takeover_after_s=0.06) as lock:
         lock.start_heartbeat()
         deadline = 200
         while last_driver(store).counter < 3 and deadline:
@@ -136,6 +135,18 @@ def test_heartbeat_thread_bumps_and_stops(tmp_path, monkeypatch):
             lock._stop.wait(0.01)
         assert last_driver(store).counter >= 3
     assert last_driver(store).released
+
+
+def test_a_driver_is_waited_for_as_long_as_its_own_claim_says(tmp_path):
+    store = LocalStore(tmp_path)
+    first = DriverLock.claim(store, process=ELSEWHERE, takeover_after_s=4.0)
+    clock = FakeClock()
+    begin = clock.now
+    second = DriverLock.claim(store, clock=clock, takeover_after_s=90.0)
+    assert 4 <= clock.now - begin < 6
+    with pytest.raises(ResumeRefused, match="no life for 4 s"):
+        first.bump()
+    assert last_driver(store).takeover_after_s == second.takeover_after_s == 90
 
 
 def test_foreign_files_beside_the_lock_do_not_disturb(tmp_path):

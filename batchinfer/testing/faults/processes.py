@@ -1,0 +1,126 @@
+"""A disturbed job's processes: started under a mark that their descendants inherit, found by it, sent signals.
+
+Linux only: marks are read from /proc. Nothing without the mark is ever touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+MARK = "BATCHINFER_FAULT_CAMPAIGN"
+Role = Literal["driver", "worker", "engine", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A process with the mark. `state` is its letter in /proc: T where it is stopped."""
+
+    pid: int
+    parent: int
+    role: Role
+    state: str
+
+
+@dataclass(slots=True)
+class Processes:
+    """Everything that was started with this mark: drivers by `start`, workers and engines by them."""
+
+    mark: str
+    log: Path
+    drivers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, *arguments: str, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """`batchinfer ARGUMENTS`, in a session of its own; what it says goes to the log."""
+        environment = {**os.environ, **(more or {}), MARK: self.mark}
+        with self.log.open("ab") as log:
+            log.write(f"\n$ batchinfer {' '.join(arguments)}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "batchinfer", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        self.drivers.append(process)
+        return process
+
+    def find(self, role: Role | None = None) -> list[Found]:
+        """Those that are there, zombies left out."""
+        wanted = f"{MARK}={self.mark}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                if wanted not in (entry / "environ").read_bytes().split(b"\0"):
+                    continue
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                process = Found(int(entry.name), int(fields[1]), _role((entry / "cmdline").read_bytes()), fields[0])
+                if process.state not in ("Z", "X") and role in (None, process.role):
+                    found.append(process)
+        return sorted(found, key=lambda process: process.pid)
+
+    def below(self, pid: int) -> list[Found]:
+        """The process and its descendants."""
+        everyone = self.find()
+        wanted = {pid}
+        while more := {process.pid for process in everyone if process.parent in wanted} - wanted:
+            wanted |= more
+        return [process for process in everyone if process.pid in wanted]
+
+    def wait_until_gone(self, pids: Sequence[int], timeout_s: float) -> list[int]:
+        """Those of the processes that are still there after a while."""
+        end = time.monotonic() + timeout_s
+        while True:
+            self.reap()
+            left = {process.pid for process in self.find()} & set(pids)
+            if not left or time.monotonic() > end:
+                return sorted(left)
+            time.sleep(0.05)
+
+    def reap(self) -> None:
+        for driver in self.drivers:
+            driver.poll()
+
+    def end_all(self) -> None:
+        """By force, stopped ones too."""
+        for process in self.find():
+            send(process.pid, signal.SIGKILL)
+        for driver in self.drivers:
+            driver.wait()
+
+
+def send(pid: int, signum: signal.Signals) -> bool:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.03)
+    return True
+
+
+def _role(cmdline: bytes) -> Role:
+    if b"engine_process" in cmdline:
+        return "engine"
+    if b"worker_process" in cmdline:
+        return "worker"
+    return "driver" if b"batchinfer" in cmdline else "other"

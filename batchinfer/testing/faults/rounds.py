@@ -1,0 +1,300 @@
+"""A round of the campaign: a job is disturbed, resumed until it is done, and compared with an undisturbed run.
+
+What is counted is drawn in `Verdict`. Which faults there are, and what each does, is in `kinds`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+
+from batchinfer.cluster.trace import VARIABLE
+from batchinfer.data.parts import read_footer
+from batchinfer.job.layout import JobLayout
+from batchinfer.testing.faults.jobs import RETRY_MODEL_LEN, CampaignJob
+from batchinfer.testing.faults.processes import Processes, send, wait_for
+from batchinfer.testing.faults.readers import PlainReader, read_output
+
+FINISHED = (0, 3)
+MAX_STARTS = 12
+LEAVE_S = 15.0  # how long processes may take to be gone after a job's end
+Identity = tuple[str, int]
+
+
+class Hang(Exception):
+    """The round's time is over."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Verdict:
+    """What a round showed. All counts but `starts`, `runs` and `looks` should be 0, and `problems` empty.
+
+    again   rows that an engine was to run though they were durable before that lease; those excepted whose results a
+            fault has destroyed
+    runs    rows that engines were given; looks: how often the plain reader has looked
+    """
+
+    number: int
+    job: int
+    faults: list[str] = field(default_factory=list)
+    lost: int = 0
+    doubled: int = 0
+    different: int = 0
+    again: int = 0
+    hangs: int = 0
+    problems: list[str] = field(default_factory=list)
+    starts: int = 0
+    runs: int = 0
+    looks: int = 0
+    seconds: float = 0.0
+    folder: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.lost or self.doubled or self.different or self.again or self.hangs or self.problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calm:
+    """An undisturbed run: its rows, the hashes in its parts' footers by part, and the exit code."""
+
+    table: pa.Table
+    hashes: dict[str, tuple[str, ...]]
+    code: int
+
+
+def run_calm(job: CampaignJob, folder: Path, *, retried: bool) -> Calm:
+    """Runs the job in `folder` without a disturbance, then a retry with longer limits if `retried`."""
+    folder.mkdir()
+    output = folder / "out"
+    path = job.write(folder / "job.yaml", output, calm=True)
+    processes = Processes(str(folder), folder / "log.txt")
+    code = processes.start("submit", str(path)).wait(timeout=300)
+    if retried:
+        code = processes.start(*retry_command(path)).wait(timeout=300)
+    if code not in FINISHED:
+        raise RuntimeError(f"the undisturbed run of the job in {job.folder} ended with exit code {code}: {folder}")
+    return Calm(table=read_output(output), hashes=part_hashes(output), code=code)
+
+
+def retry_command(path: Path) -> tuple[str, ...]:
+    return ("retry", str(path), "--class", "prompt_too_long", "--set", f"engine.max_model_len={RETRY_MODEL_LEN}")
+
+
+def part_hashes(output: Path) -> dict[str, tuple[str, ...]]:
+    footers = {path.name: read_footer(path) for path in sorted(output.glob("part-*.parquet"))}
+    return {
+        name: tuple(footer[key] for key in ("input_hash", "carried_hash", "result_hash"))
+        for name, footer in footers.items()
+    }
+
+
+class Round:
+    """A job under faults. What `kinds` calls is public."""
+
+    def __init__(
+        self, number: int, job: CampaignJob, job_seed: int, folder: Path, *, draw: random.Random, limit_s: float
+    ) -> None:
+        folder.mkdir()
+        self.draw = draw
+        self.job = job
+        self.folder = folder
+        self.output = folder / "out"
+        self.layout = JobLayout(self.output)
+        self.verdict = Verdict(number=number, job=job_seed, folder=str(folder))
+        self.path = job.write(folder / "job.yaml", self.output)
+        self.command: tuple[str, ...] = ("submit", str(self.path))
+        self.processes = Processes(str(folder), folder / "log.txt")
+        self.driver: subprocess.Popen[bytes] | None = None
+        self.traces = [folder / "trace-1.jsonl"]
+        self.retried = False
+        self.environment: dict[str, str] = {}
+        self.excused: list[str] = []  # words that may stand in a command's last message though it fails for good
+        self.reader = PlainReader(self.output)
+        self._deadline = time.monotonic() + limit_s
+        self._begin = time.monotonic()
+
+    # What faults use ---------------------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Path:
+        return self.traces[-1]
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The command, as another driver beside those that there are. Counts as a start."""
+        self.verdict.starts += 1
+        return self.processes.start(*self.command, more={VARIABLE: str(self.trace), **self.environment})
+
+    def running(self) -> bool:
+        """Makes sure that a driver runs; False if the job has ended."""
+        if self.driver is None or self.driver.poll() not in (None, *FINISHED):
+            self.driver = self.start()
+        return self.driver.poll() is None
+
+    def wait(self, condition: object, timeout_s: float = 1e9) -> bool:
+        """Waits for a condition (a callable); False after `timeout_s`. Raises Hang at the round's end."""
+        assert callable(condition)
+        left = self._deadline - time.monotonic()
+        if wait_for(condition, min(left, timeout_s)):
+            return True
+        if time.monotonic() >= self._deadline:
+            raise Hang
+        return False
+
+    def wait_exit(self, driver: subprocess.Popen[bytes], timeout_s: float = 1e9) -> int | None:
+        self.wait(lambda: driver.poll() is not None, timeout_s)
+        return driver.poll()
+
+    def sleep(self, seconds: float) -> None:
+        self.wait(lambda: False, seconds)
+
+    def pause(self) -> bool:
+        """Lets the job run up to a random moment; False if it is over by then."""
+        if not self.running():
+            return False
+        driver = self.driver
+        assert driver is not None
+        if self.draw.random() < 0.3:
+            self.wait(lambda: driver.poll() is not None, self.draw.uniform(0.0, 2.5))
+        else:
+            seen = self.num_published() + self.draw.choice([0, 0, 1, 3])
+            self.wait(lambda: driver.poll() is not None or self.num_published() > seen)
+            self.wait(lambda: driver.poll() is not None, self.draw.uniform(0.0, 0.5))
+        return driver.poll() is None
+
+    def num_published(self) -> int:
+        return self.trace.read_bytes().count(b'"published"') if self.trace.exists() else 0
+
+    def kill(self, driver: subprocess.Popen[bytes]) -> None:
+        """`kill -9` of a driver, whose workers and engines then have to go by themselves."""
+        below = [process.pid for process in self.processes.below(driver.pid)]
+        driver.kill()
+        driver.wait()
+        left = self.processes.wait_until_gone(below, LEAVE_S)
+        if left:
+            self.problem(f"processes {left} outlive their driver")
+
+    def finish(self) -> None:
+        """Resumes the command until it is done."""
+        for process in self.processes.find():
+            send(process.pid, signal.SIGCONT)
+        for _ in range(MAX_STARTS):
+            if self.driver is None:
+                self.driver = self.start()
+            code = self.wait_exit(self.driver)
+            if code in FINISHED:
+                return
+            if code not in (1, 75, -signal.SIGKILL, -signal.SIGTERM):
+                self.problem(f"exit code {code}")
+                return
+            self.driver = None
+        self.problem(f"not done after {MAX_STARTS} starts")
+
+    def begin_retry(self) -> None:
+        """From now on the command is a retry of rows that were too long."""
+        self.command = retry_command(self.path)
+        self.retried = True
+        self.driver = None
+        self.traces.append(self.folder / "trace-2.jsonl")
+
+    def destroyed(self, window: int | None, rows: Iterable[tuple[int, int]] | None) -> None:
+        """Notes that results of a window (all, or those of rows) are gone by a fault: they may be run again."""
+        event = {"event": "destroyed", "window": window, "rows": None if rows is None else [list(row) for row in rows]}
+        with self.trace.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def problem(self, text: str) -> None:
+        self.verdict.problems.append(text)
+
+    # The verdict -------------------------------------------------------------------------------------------------
+
+    def judge(self, calm: Calm) -> Verdict:
+        """To be called when the job is done. Nothing of it may be left running."""
+        verdict = self.verdict
+        left = self.processes.wait_until_gone([process.pid for process in self.processes.find()], LEAVE_S)
+        if left:
+            self.problem(f"processes left: {left}")
+        self.reader.look()
+        self.reader.close()
+        verdict.looks = self.reader.looks
+        verdict.problems += self.reader.problems
+        if self.driver is not None and self.driver.returncode != calm.code:
+            self.problem(f"exit code {self.driver.returncode}, undisturbed {calm.code}")
+        code = self.wait_exit(self.processes.start("verify", str(self.path)))
+        if code != 0:
+            self.problem(f"verify: exit code {code}")
+        if b"Traceback" in (self.folder / "log.txt").read_bytes():
+            self.problem("a traceback on the terminal")
+        self._compare(calm)
+        for trace in self.traces:
+            again, runs = rows_run_again(trace)
+            verdict.again += len(again)
+            verdict.runs += runs
+        self._look_for_leftovers()
+        verdict.seconds = time.monotonic() - self._begin
+        return verdict
+
+    def _compare(self, calm: Calm) -> None:
+        try:
+            table = read_output(self.output)
+        except (OSError, pa.ArrowException) as error:
+            self.problem(f"the output can't be read: {error}")
+            return
+        wanted, found = _identities(calm.table), _identities(table)
+        counts = Counter(found)
+        self.verdict.lost = len(set(wanted) - counts.keys())
+        self.verdict.doubled = sum(count - 1 for count in counts.values())
+        if table.equals(calm.table):
+            if part_hashes(self.output) != calm.hashes:
+                self.problem("equal rows, but other hashes in the parts' footers")
+            return
+        rows = dict(zip(found, table.to_pylist(), strict=True))
+        before = dict(zip(wanted, calm.table.to_pylist(), strict=True))
+        self.verdict.different = sum(key in rows and rows[key] != row for key, row in before.items())
+        if not (self.verdict.lost or self.verdict.doubled or self.verdict.different):
+            self.problem(f"equal values in other columns: {table.schema} instead of {calm.table.schema}")
+
+    def _look_for_leftovers(self) -> None:
+        work = self.layout.for_retry(1).work if self.retried else self.layout.state
+        folders = {work / name for name in ("windows", "prepared", "segments")} | {self.layout.state / "tmp"}
+        lying = [str(path.relative_to(self.output)) for folder in folders for path in folder.rglob("*")]
+        hidden = [str(path.relative_to(self.output)) for path in self.output.rglob(".tmp-*")]
+        if lying or hidden:
+            self.problem(f"{len(lying + hidden)} files left, as {(lying + hidden)[:3]}")
+
+
+def _identities(table: pa.Table) -> list[Identity]:
+    return list(zip(table["source_file"].to_pylist(), table["source_row"].to_pylist(), strict=True))
+
+
+def rows_run_again(trace: Path) -> tuple[list[tuple[int, ...]], int]:
+    """Rows that an engine was to run though a segment holding them was out before their lease; rows to run in all."""
+    durable: dict[tuple[int, ...], float] = {}
+    again: list[tuple[int, ...]] = []
+    runs = 0
+    for line in trace.read_text().splitlines() if trace.exists() else ():
+        event = json.loads(line)
+        window = event["window"]
+        match event["event"]:
+            case "published":
+                for row in event["rows"]:
+                    durable.setdefault((window, *row), event["time"])
+            case "lease":
+                rows = [(window, *row) for row in event["rows"]]
+                runs += len(rows)
+                again += [row for row in rows if durable.get(row, 1e99) < event["leased_at"]]
+            case "destroyed" if event["rows"] is None:
+                durable = {row: when for row, when in durable.items() if window is not None and row[0] != window}
+            case "destroyed":
+                for row in event["rows"]:
+                    durable.pop((window, *row), None)
+    return again, runs
