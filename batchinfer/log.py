@@ -15,14 +15,33 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _ROOT = logging.getLogger("batchinfer")
 
 
+class _LogFile(logging.FileHandler):
+    """A line that can't be written (the disk is full) is lost without a word: where rows are at stake, it is said."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextlib.contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
     """Appends the package's messages, and warnings of others, to a file for as long as the context lasts."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter(FORMAT))
     everybody = logging.getLogger()
-    others = logging.FileHandler(path, encoding="utf-8")
+    others = _LogFile(path)
     others.setFormatter(logging.Formatter(FORMAT))
     others.setLevel(logging.WARNING)
     others.addFilter(lambda record: not record.name.startswith("batchinfer"))

@@ -27,6 +27,7 @@ from batchinfer.cluster.timings import RunTimings
 from batchinfer.cluster.wire import TOPIC, Message
 from batchinfer.errors import BatchinferError, ConfigError
 from batchinfer.job import events as ev
+from batchinfer.job.driver_lock import TakenOver
 from batchinfer.job.events import Event, Instruction, Tally
 from batchinfer.job.ledger import ChunkSummary, WindowPlan
 from batchinfer.job.manifest import ResolvedJob
@@ -408,7 +409,7 @@ class Coordinator:
             case ev.CommitChunk(window, chunk):
                 self._submit(task, tasks.commit_chunk, run, epoch, self._commits[window][chunk], chunk)
             case ev.CleanWindow(window):
-                self._submit(task, tasks.clean_window, run, window)
+                self._submit(task, tasks.clean_window, run, epoch, window)
 
     def _plan(self, window: int) -> WindowPlan:
         plan = self._plans[window]
@@ -417,7 +418,7 @@ class Coordinator:
 
     def _found_plan(self, window: int) -> WindowPlan | None:
         if window not in self._plans:
-            plan = load_usable_window(self.job.layout, window, self.state.uncommitted(window))
+            plan = load_usable_window(self.job.layout, window, self.state.uncommitted(window), epoch=self.epoch)
             self._keep_plan(window, plan)
         return self._plans[window]
 
@@ -460,6 +461,9 @@ class Coordinator:
         """In a thread of its own."""
         try:
             result = result_of()
+        except TakenOver as error:
+            self.stop(_TAKEN_OVER)
+            self.inbox.put(ev.TaskFailed(task, str(error), fatal=True))
         except ConfigError as error:
             self.inbox.put(ev.TaskFailed(task, str(error), fatal=True, refused=True))
         except BatchinferError as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from batchinfer.data.prepared import is_whole_arrow_file
 from batchinfer.job.cleaning import clean_window
 from batchinfer.job.commit import CommitSummary, part_summary
+from batchinfer.job.driver_lock import refuse_if_succeeded
 from batchinfer.job.events import Tally
 from batchinfer.job.layout import JobLayout
 from batchinfer.job.ledger import WindowPlan, load_window
@@ -52,12 +53,13 @@ def find_committed(job: ResolvedJob, windows: Iterable[Window]) -> Committed:
     return found
 
 
-def load_usable_window(layout: JobLayout, window: int, chunks: Collection[int]) -> WindowPlan | None:
+def load_usable_window(layout: JobLayout, window: int, chunks: Collection[int], *, epoch: int) -> WindowPlan | None:
     """The window's plan, if it is one for these chunks and all that was written with it is there and whole.
 
     Otherwise the window is cleaned, to be planned and run again: what stands beside an unusable plan may be what a
     deletion or a copy has left, and one window's work is a small price. (A plan may be for other chunks where parts
-    were lost after their window had been cleaned: then it is planned for their chunks alone.)
+    were lost after their window had been cleaned: then it is planned for their chunks alone.) `epoch`: of this driver.
+    Raises TakenOver where a later one may have written what is not understood here.
     """
     try:
         plan = load_window(layout, window)
@@ -69,6 +71,7 @@ def load_usable_window(layout: JobLayout, window: int, chunks: Collection[int]) 
     if problem is None:
         return plan
     _log.warning("window %d was planned, but %s: it is planned again", window, problem)
+    refuse_if_succeeded(layout.output, epoch)
     clean_window(layout, window)
     return None
 

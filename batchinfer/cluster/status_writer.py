@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from batchinfer.cluster.progress import Progress
 from batchinfer.cluster.resume import Committed
+from batchinfer.job.driver_lock import succeeded
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.report import summarize
 from batchinfer.job.status import JobStatus, State, write_status
@@ -97,7 +98,10 @@ class StatusWriter:
         self._write()
 
     def _write(self) -> None:
+        """A driver that was succeeded has nothing to say any more: what it wrote would pass for the last word."""
         try:
+            if succeeded(self._layout.output, self._status.epoch):
+                return
             write_status(self._layout, self._status)
         except OSError as error:  # a full disk must not end the job here: it will say so where rows are at stake
             _log.warning("the status file can't be written: %s", error)

@@ -8,6 +8,7 @@ meanwhile. Nothing here prints.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -27,7 +28,7 @@ from batchinfer.cluster.resume import Committed, find_committed
 from batchinfer.cluster.status_writer import StatusWriter
 from batchinfer.cluster.timings import RunTimings
 from batchinfer.errors import BatchinferError, ConfigError, FailureLimitReached, Interrupted
-from batchinfer.job.cleaning import clean_leftovers
+from batchinfer.job.cleaning import clean_leftovers, fence_replacements
 from batchinfer.job.driver_lock import DriverLock, lock_store
 from batchinfer.job.manifest import ResolvedJob, freeze_job, load_manifest, move_aside, save_run
 from batchinfer.job.report import JobReport, summarize
@@ -40,6 +41,7 @@ from batchinfer.job.windows import Window
 from batchinfer.log import log_to_file
 
 _log = logging.getLogger("batchinfer.cluster")
+_OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +176,21 @@ def _driving(job: ResolvedJob, listener: Listener) -> Iterator[DriverLock]:
         ) from error
     with claimed as lock, log_to_file(layout.log):
         lock.start_heartbeat()
+        fence_replacements(layout, lock.epoch)
         try:
             yield lock
         except BatchinferError as error:
             _log.error("the run ends: %s", error)
             raise
+        except OSError as error:
+            if error.errno not in _OF_THE_DISK:
+                _log.exception("the run ends by an unexpected error")
+                raise
+            _log.error("the run ends: %s", error)
+            raise BatchinferError(
+                f"{error.filename or layout.output}: {error.strerror}; everything finished is kept, and once that is "
+                "mended the same command goes on"
+            ) from error
         except BaseException:
             _log.exception("the run ends by an unexpected error")
             raise

@@ -29,6 +29,7 @@ from batchinfer.data.segments import (
     write_segment,
 )
 from batchinfer.job import cleaning, commit, planner, units
+from batchinfer.job.driver_lock import refuse_if_succeeded
 from batchinfer.job.events import Tally
 from batchinfer.job.ledger import ChunkSummary, WindowPlan
 from batchinfer.job.manifest import ResolvedJob, load_run
@@ -150,5 +151,7 @@ def commit_chunk(run: Run, epoch: int, plan: WindowPlan, chunk: int) -> commit.C
     return commit.commit_chunk(opened.job, plan, opened.chunks[chunk], epoch=epoch)
 
 
-def clean_window(run: Run, window: int) -> None:
-    cleaning.clean_window(_open(run).job.layout, window)
+def clean_window(run: Run, epoch: int, window: int) -> None:
+    layout = _open(run).job.layout
+    refuse_if_succeeded(layout.output, epoch)  # a later driver may have planned the window anew
+    cleaning.clean_window(layout, window)

@@ -21,6 +21,7 @@ from batchinfer.job.layout import JobLayout
 FOREIGN_TEMPORARY_AGE_S = 24 * 3600.0
 _WINDOW = re.compile(r"w(\d+)(?:\.json|-e\d+)?$")
 _DONE = re.compile(r"w(\d+)\.done")
+_REPLACEMENT = re.compile(r".+~e(\d+)-part-.+")
 _TEMPORARY = re.compile(r"(?P<host>[A-Za-z0-9-]+)~(?P<pid>\d+)~\d+~.+")
 
 
@@ -67,6 +68,15 @@ def clean_leftovers(layout: JobLayout, finished: Collection[int] = ()) -> int:
                     path.unlink()
                     removed += 1
     return removed
+
+
+def fence_replacements(layout: JobLayout, epoch: int) -> None:
+    """Takes away what earlier drivers are about to replace parts with: they may be slow rather than dead. To be called
+    by a driver as soon as it has its epoch, before it looks at parts."""
+    for name in _names(layout.state / "tmp"):
+        found = _REPLACEMENT.fullmatch(name)
+        if found is not None and int(found[1]) < epoch:
+            (layout.state / "tmp" / name).unlink(missing_ok=True)
 
 
 def _names(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from batchinfer.data.parts import BrokenPart, read_footer, read_part_results, wr
 from batchinfer.data.segments import ChunkResults, merge_tables, read_chunk_results
 from batchinfer.errors import InputError, ResumeRefused
 from batchinfer.job.context import open_context
-from batchinfer.job.driver_lock import succeeded
+from batchinfer.job.driver_lock import refuse_if_succeeded
 from batchinfer.job.ledger import WindowPlan
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.windows import Chunk
@@ -74,8 +74,10 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
         footer = retry_footer(job, before, again, epoch=epoch, shareable_tokens=planned.shareable_tokens)
         results = merge_tables([(None, again), (None, read_part_results(target, chunk.chunk))])
     elif was_there and part_summary(job, chunk) is None:  # not one that another driver has just published
+        refuse_if_succeeded(layout.output, epoch)
         move_broken_aside(job, target)
-    tmp = layout.temporary(chunk.part)
+    # A replacement says whose it is, so that a later driver can take it away before it is in place.
+    tmp = layout.replacement(chunk.part, epoch) if job.retry is not None else layout.temporary(chunk.part)
     tmp.parent.mkdir(parents=True, exist_ok=True)
     try:
         written = write_part(
@@ -92,9 +94,7 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
         check_content(job, chunk, planned.content_hash, written.input_hash)
         won = True
         if job.retry is not None:
-            if succeeded(layout.output, epoch):  # an older result must not replace what came after it
-                raise ResumeRefused("another driver has taken over this job; this one replaces nothing any more")
-            replace_file(tmp, target)
+            _replace_part(tmp, target, layout.output, epoch)
         else:
             won = publish_file(tmp, target)
     finally:
@@ -104,6 +104,20 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
     if summary is None:
         raise BrokenPart(f"{target} was published and can't be read back; check the file system")
     return replace(summary, fresh=won)
+
+
+def _replace_part(tmp: Path, target: Path, output: Path, epoch: int) -> None:
+    """An older result must not replace what came after it.
+
+    A later driver that claims before the look here is seen by it; one that claims after it finds `tmp`, takes it away
+    (`cleaning.fence_replacements`), and nothing is replaced, however long this process stood still in between.
+    """
+    refuse_if_succeeded(output, epoch)
+    try:
+        replace_file(tmp, target)
+    except FileNotFoundError:
+        refuse_if_succeeded(output, epoch)
+        raise
 
 
 def check_content(job: ResolvedJob, chunk: Chunk, planned: str, found: str) -> None:

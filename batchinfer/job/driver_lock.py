@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 from batchinfer.data.fs import LocalStore, Store
-from batchinfer.errors import BatchinferError, ResumeRefused
+from batchinfer.errors import BatchinferError, Interrupted, ResumeRefused
 from batchinfer.job.layout import STATE_FOLDER
 
 TAKEOVER_AFTER_S = 30.0
@@ -31,6 +31,10 @@ BUMP_EVERY_S = TAKEOVER_AFTER_S / BUMPS
 POLL_EVERY_S = 0.5
 _PREFIX = f"{STATE_FOLDER}/driver/"
 _CLAIM = re.compile(re.escape(_PREFIX) + r"(\d{6,})\.json")
+
+
+class TakenOver(Interrupted):
+    """Another driver has this job by now."""
 
 
 class Clock(Protocol):
@@ -253,6 +257,12 @@ def _key(epoch: int, kind: str) -> str:
 def succeeded(output: Path, epoch: int) -> bool:
     """Whether a later driver than that of `epoch` has claimed the output. From any process."""
     return lock_store(output).get(_key(epoch + 1, "json")) is not None
+
+
+def refuse_if_succeeded(output: Path, epoch: int) -> None:
+    """Before what would harm a later driver: raises TakenOver if there is one."""
+    if succeeded(output, epoch):
+        raise TakenOver("another driver has taken over this job; this one changes nothing any more")
 
 
 def lock_store(output: Path) -> Store:

@@ -120,6 +120,10 @@ class JobLayout:
         """A finished unit's compacted results: sorted by (chunk, row), one record batch per chunk."""
         return self.segments(window) / f"u{unit:05d}.arrow"
 
+    def replacement(self, part: str, epoch: int) -> Path:
+        """Where the driver of an epoch writes what is to replace a part: under tmp/, as `temporary`."""
+        return self.temporary(f"e{epoch:06d}-{part}")
+
     def temporary(self, name: str) -> Path:
         """A path under tmp/ that no other process, thread or call uses: host, pid and a serial number."""
         host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]

@@ -15,6 +15,7 @@ from batchinfer.data.prepared import row_identities
 from batchinfer.data.segments import ResultRow, SegmentName, results_table, write_compacted, write_segment
 from batchinfer.errors import BatchinferError
 from batchinfer.job.cleaning import clean_leftovers
+from batchinfer.job.driver_lock import DriverLock, TakenOver, lock_store
 from batchinfer.job.ledger import WindowPlan, load_window
 from batchinfer.job.manifest import freeze_job, save_run
 from batchinfer.job.resolve import resolve_job
@@ -79,12 +80,12 @@ def test_a_window_whose_files_are_damaged_is_planned_again_from_the_start(planne
         "errors": layout.plan_segment(0, 1, 0),
         "plan": layout.window(0),
     }[what]
-    assert load_usable_window(layout, 0, {0, 1}) == planned.plan
+    assert load_usable_window(layout, 0, {0, 1}, epoch=1) == planned.plan
     if how == "gone":
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-9])
-    assert load_usable_window(layout, 0, {0, 1}) is None
+    assert load_usable_window(layout, 0, {0, 1}, epoch=1) is None
     # Results go too: they may be what a half-done deletion has left.
     assert not layout.window(0).exists() and not layout.segments(0).exists()
     assert not list((layout.work / "prepared").glob("w0000-*"))
@@ -95,13 +96,31 @@ def test_a_window_whose_files_are_damaged_is_planned_again_from_the_start(planne
         tasks.commit_chunk(planned.run, 2, again, chunk)
 
 
+def test_a_driver_that_was_succeeded_deletes_nothing(planned: Planned) -> None:
+    """It may wake when the next one has planned the window for other chunks, and has half of the results."""
+    layout = planned.layout
+    planned.answer(planned.plan)
+    store = lock_store(layout.output)
+    for _ in range(2):
+        DriverLock.claim(store).release()
+    for call in (
+        lambda: load_usable_window(layout, 0, {0, 1, 2}, epoch=1),
+        lambda: tasks.clean_window(planned.run, 1, 0),
+    ):
+        with pytest.raises(TakenOver):
+            call()
+        assert layout.window(0).exists() and [*layout.segments(0).iterdir()]
+    tasks.clean_window(planned.run, 2, 0)
+    assert not layout.window(0).exists() and not layout.segments(0).exists()
+
+
 def test_a_plan_of_other_chunks_is_not_taken(planned: Planned) -> None:
     """As after a broken part: then a window is planned for that part's chunk alone, and another part breaks."""
     shutil.rmtree(planned.layout.segments(0))
     planned.layout.window(0).unlink()
     alone = planned.plan_window(2, [0])
-    assert load_usable_window(planned.layout, 0, {0}) == alone
-    assert load_usable_window(planned.layout, 0, {0, 1}) is None
+    assert load_usable_window(planned.layout, 0, {0}, epoch=1) == alone
+    assert load_usable_window(planned.layout, 0, {0, 1}, epoch=1) is None
     assert {chunk.chunk for chunk in planned.plan_window(3, [0, 1]).chunks} == {0, 1}
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.data.parts import read_footer
 from batchinfer.errors import ConfigError, ResumeRefused
 from batchinfer.job import windows as windows_module
+from batchinfer.job.cleaning import fence_replacements
 from batchinfer.job.commit import commit_chunk, part_summary
-from batchinfer.job.driver_lock import DriverLock, lock_store
+from batchinfer.job.driver_lock import DriverLock, TakenOver, lock_store
 from batchinfer.job.manifest import freeze_job, load_manifest
 from batchinfer.job.report import summarize
 from batchinfer.job.resolve import resolve_job
@@ -189,9 +192,48 @@ def test_a_driver_that_was_succeeded_replaces_no_part(failed):
     zombie = DriverLock.claim(lock_store(failed.output))
     zombie.release()
     DriverLock.claim(lock_store(failed.output)).release()
-    with pytest.raises(ResumeRefused, match="another driver has taken over"):
+    with pytest.raises(TakenOver, match="another driver has taken over"):
         commit_chunk(plan.job, ledger, window.chunks[0], epoch=zombie.epoch)
     assert [path.read_bytes() for path in failed.parts()] == before
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_driver_that_stands_still_before_it_replaces_a_part_replaces_nothing_when_it_wakes(failed, monkeypatch, call):
+    """Others take over, end the retry and run another one, all between its last look and its last step."""
+    plan = open_retry(resolved(failed))
+    window = plan.job.windows()[0]
+    ledger = failed.plan(plan.job, 0, window.chunks)
+    failed.answer(plan.job, ledger)
+    zombie = DriverLock.claim(lock_store(failed.output))
+    zombie.release()
+    real = getattr(os, call)
+    asleep, after = [], []
+
+    def stand_still(*args, **named):
+        if not asleep and list(failed.output.glob("__batchinfer/tmp/*-part-*")):
+            asleep.append(True)
+            with DriverLock.claim(lock_store(failed.output)) as lock:
+                after.append(lock.epoch)
+                fence_replacements(plan.job.layout, lock.epoch)
+                after.append(commit_chunk(plan.job, ledger, window.chunks[0], epoch=lock.epoch))
+        return real(*args, **named)
+
+    monkeypatch.setattr(os, call, stand_still)
+    with pytest.raises(TakenOver):
+        commit_chunk(plan.job, ledger, window.chunks[0], epoch=zombie.epoch)
+    footer = read_footer(failed.output / window.chunks[0].part)
+    assert after[1].fresh and [entry["epoch"] for entry in footer["retries"]] == [after[0]]
+
+
+def test_a_fence_leaves_what_the_driver_itself_and_later_ones_write(failed):
+    layout = resolved(failed).layout
+    paths = [layout.replacement("part-00000-00000.parquet", epoch) for epoch in (1, 2, 3)]
+    other = layout.temporary("part-00000-00000.parquet")
+    for path in (*paths, other):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+    fence_replacements(layout, 2)
+    assert [path.exists() for path in (*paths, other)] == [False, True, True, True]
 
 
 def test_what_a_kill_left_of_a_finished_retry_goes_with_the_next(failed):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from batchinfer.testing.faults.jobs import CampaignJob, make_job
 from batchinfer.testing.faults.kinds import KINDS
-from batchinfer.testing.faults.rounds import Calm, Hang, Round, Verdict, run_calm
+from batchinfer.testing.faults.rounds import Calm, Hang, Round, SmallDisk, Verdict, run_calm
 
 ROUNDS_PER_JOB = 6
 
@@ -43,6 +43,8 @@ class _Jobs:
         self._locks: dict[int, threading.Lock] = {}
         self._jobs: dict[int, CampaignJob] = {}
         self._calm: dict[tuple[int, bool], Calm] = {}
+        self._sites: Counter[str] = Counter()
+        self._small_disks: bool | None = None
 
     def get(self, seed: int) -> CampaignJob:
         with self._lock(seed):
@@ -60,6 +62,20 @@ class _Jobs:
                 name = "calm-retried" if retried else "calm"
                 self._calm[key] = run_calm(job, job.folder / name, retried=retried)
             return self._calm[key]
+
+    def next_site(self, seed: int) -> str:
+        """Of the call sites that change files in this job and in a retry of it, the one that was taken least so far."""
+        sites = self.calm(seed, retried=self.get(seed).retryable).sites
+        with self._mutex:
+            site = min(sorted(sites), key=lambda site: self._sites[site])
+            self._sites[site] += 1
+            return site
+
+    def small_disks(self) -> bool:
+        with self._lock(-1):
+            if self._small_disks is None:
+                self._small_disks = SmallDisk.available(self._folder / "disk")
+            return self._small_disks
 
     def _lock(self, seed: int) -> threading.Lock:
         with self._mutex:
@@ -101,16 +117,40 @@ def run_campaign(plan: Plan, folder: Path, told: Callable[[Verdict], None]) -> S
     return sums
 
 
+def in_turn(kinds: Sequence[str]) -> list[str]:
+    """The order in which kinds come round: those of files more often, since there are many call sites."""
+    if "file_fault" not in kinds:
+        return list(kinds)
+    others = [kind for kind in kinds if kind != "file_fault"]
+    order: list[str] = []
+    for number, kind in enumerate(others):
+        order += [kind, "file_fault"] if number % 2 else [kind]
+    return order or ["file_fault"]
+
+
 def _run_round(plan: Plan, jobs: _Jobs, number: int, folder: Path) -> Verdict:
     draw = random.Random(f"{plan.seed} {number}")
     job_seed = plan.seed * 100_003 + number // ROUNDS_PER_JOB
     job = jobs.get(job_seed)
     # Kinds come round in turn, so that each is met; what comes with it is drawn.
-    first = plan.kinds[number % len(plan.kinds)]
+    order = in_turn(plan.kinds)
+    first = order[number % len(order)]
     names = [first, *draw.choices(plan.kinds, k=draw.randrange(plan.most_faults))]
     draw.shuffle(names)
     place = folder / f"round-{number:04d}"
-    round_ = Round(number, job, job_seed, place, draw=draw, limit_s=plan.limit_s)
+    small_disk = "fill_disk" in names and jobs.small_disks()
+    if not small_disk:
+        names = [name for name in names if name != "fill_disk"]
+    round_ = Round(
+        number,
+        job,
+        job_seed,
+        place,
+        draw=draw,
+        limit_s=plan.limit_s,
+        next_site=lambda: jobs.next_site(job_seed),
+        small_disk=small_disk,
+    )
     verdict = round_.verdict
     try:
         for name in names:
@@ -122,8 +162,7 @@ def _run_round(plan: Plan, jobs: _Jobs, number: int, folder: Path) -> Verdict:
         verdict.hangs = 1
         verdict.problems.append(f"hangs after {names}: {round_.processes.find()}")
     finally:
-        round_.processes.end_all()
-        round_.reader.close()
+        round_.close()
     if verdict.ok and not plan.keep:
         shutil.rmtree(place)
     return verdict

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,17 +39,19 @@ class Processes:
     log: Path
     drivers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, *arguments: str, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """`batchinfer ARGUMENTS`, in a session of its own; what it says goes to the log."""
+    def start(
+        self, *arguments: str, log: Path | None = None, more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """`batchinfer ARGUMENTS`, in a session of its own; what it says goes to the log, or to another one."""
         environment = {**os.environ, **(more or {}), MARK: self.mark}
-        with self.log.open("ab") as log:
-            log.write(f"\n$ batchinfer {' '.join(arguments)}\n".encode())
-            log.flush()
+        with (log or self.log).open("ab") as file:
+            file.write(f"\n$ batchinfer {' '.join(arguments)}\n".encode())
+            file.flush()
             process = subprocess.Popen(
                 [sys.executable, "-m", "batchinfer", *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=file,
+                stderr=file,
                 env=environment,
                 start_new_session=True,
             )
@@ -81,11 +84,11 @@ class Processes:
 
     def wait_until_gone(self, pids: Sequence[int], timeout_s: float) -> list[int]:
         """Those of the processes that are still there after a while."""
-        end = time.monotonic() + timeout_s
+        end = awake() + timeout_s
         while True:
             self.reap()
             left = {process.pid for process in self.find()} & set(pids)
-            if not left or time.monotonic() > end:
+            if not left or awake() > end:
                 return sorted(left)
             time.sleep(0.05)
 
@@ -101,6 +104,28 @@ class Processes:
             driver.wait()
 
 
+class Awake:
+    """Seconds in which this process ran: while a machine or its processes are suspended, no time goes by."""
+
+    def __init__(self) -> None:
+        self._lost = 0.0
+        self._last = time.monotonic()
+        threading.Thread(target=self._watch, name="awake", daemon=True).start()
+
+    def __call__(self) -> float:
+        return min(time.monotonic(), self._last + 1.0) - self._lost
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(0.1)
+            now = time.monotonic()
+            self._lost += max(0.0, now - self._last - 1.0)
+            self._last = now
+
+
+awake = Awake()
+
+
 def send(pid: int, signum: signal.Signals) -> bool:
     try:
         os.kill(pid, signum)
@@ -110,9 +135,9 @@ def send(pid: int, signum: signal.Signals) -> bool:
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float) -> bool:
-    end = time.monotonic() + timeout_s
+    end = awake() + timeout_s
     while not condition():
-        if time.monotonic() > end:
+        if awake() > end:
             return False
         time.sleep(0.03)
     return True

@@ -5,23 +5,29 @@ What is counted is drawn in `Verdict`. Which faults there are, and what each doe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import shutil
 import signal
 import subprocess
-import time
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 
+from batchinfer.cluster.lifecycle import in_thread
 from batchinfer.cluster.trace import VARIABLE
 from batchinfer.data.parts import read_footer
 from batchinfer.job.layout import JobLayout
+from batchinfer.job.manifest import load_manifest
+from batchinfer.job.verify import verify_job
+from batchinfer.testing.faults import inside
 from batchinfer.testing.faults.jobs import RETRY_MODEL_LEN, CampaignJob
-from batchinfer.testing.faults.processes import Processes, send, wait_for
+from batchinfer.testing.faults.processes import Processes, awake, send, wait_for
 from batchinfer.testing.faults.readers import PlainReader, read_output
 
 FINISHED = (0, 3)
@@ -65,11 +71,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calm:
-    """An undisturbed run: its rows, the hashes in its parts' footers by part, and the exit code."""
+    """An undisturbed run: its rows, hashes in the footers of parts, exit code, and the call sites that change files."""
 
     table: pa.Table
     hashes: dict[str, tuple[str, ...]]
     code: int
+    sites: frozenset[str]
 
 
 def run_calm(job: CampaignJob, folder: Path, *, retried: bool) -> Calm:
@@ -78,12 +85,15 @@ def run_calm(job: CampaignJob, folder: Path, *, retried: bool) -> Calm:
     output = folder / "out"
     path = job.write(folder / "job.yaml", output, calm=True)
     processes = Processes(str(folder), folder / "log.txt")
-    code = processes.start("submit", str(path)).wait(timeout=300)
+    record = folder / "sites"
+    more = inside.environment(record, {"record": str(record)})
+    code = processes.start("submit", str(path), more=more).wait(timeout=300)
     if retried:
-        code = processes.start(*retry_command(path)).wait(timeout=300)
+        code = processes.start(*retry_command(path), more=more).wait(timeout=300)
     if code not in FINISHED:
         raise RuntimeError(f"the undisturbed run of the job in {job.folder} ended with exit code {code}: {folder}")
-    return Calm(table=read_output(output), hashes=part_hashes(output), code=code)
+    sites = frozenset(line for path in record.glob("*.txt") for line in path.read_text().splitlines())
+    return Calm(table=read_output(output), hashes=part_hashes(output), code=code, sites=sites)
 
 
 def retry_command(path: Path) -> tuple[str, ...]:
@@ -102,13 +112,24 @@ class Round:
     """A job under faults. What `kinds` calls is public."""
 
     def __init__(
-        self, number: int, job: CampaignJob, job_seed: int, folder: Path, *, draw: random.Random, limit_s: float
+        self,
+        number: int,
+        job: CampaignJob,
+        job_seed: int,
+        folder: Path,
+        *,
+        draw: random.Random,
+        limit_s: float,
+        next_site: Callable[[], str],
+        small_disk: bool = False,
     ) -> None:
+        """`next_site`: call sites of file faults, in turn; `small_disk`: one that can be filled."""
         folder.mkdir()
         self.draw = draw
         self.job = job
         self.folder = folder
-        self.output = folder / "out"
+        self.disk = SmallDisk(folder / "disk") if small_disk else None
+        self.output = folder / "disk" / "out" if small_disk else folder / "out"
         self.layout = JobLayout(self.output)
         self.verdict = Verdict(number=number, job=job_seed, folder=str(folder))
         self.path = job.write(folder / "job.yaml", self.output)
@@ -118,10 +139,10 @@ class Round:
         self.traces = [folder / "trace-1.jsonl"]
         self.retried = False
         self.environment: dict[str, str] = {}
-        self.excused: list[str] = []  # words that may stand in a command's last message though it fails for good
+        self.next_site = next_site
         self.reader = PlainReader(self.output)
-        self._deadline = time.monotonic() + limit_s
-        self._begin = time.monotonic()
+        self._deadline = awake() + limit_s
+        self._begin = awake()
 
     # What faults use ---------------------------------------------------------------------------------------------
 
@@ -129,10 +150,33 @@ class Round:
     def trace(self) -> Path:
         return self.traces[-1]
 
-    def start(self) -> subprocess.Popen[bytes]:
+    @property
+    def work(self) -> Path:
+        """Where windows, prepared rows and segments lie now."""
+        return (self.layout.for_retry(1) if self.retried else self.layout).work
+
+    def start(self, log: Path | None = None) -> subprocess.Popen[bytes]:
         """The command, as another driver beside those that there are. Counts as a start."""
         self.verdict.starts += 1
-        return self.processes.start(*self.command, more={VARIABLE: str(self.trace), **self.environment})
+        return self.processes.start(*self.command, log=log, more={VARIABLE: str(self.trace), **self.environment})
+
+    @staticmethod
+    def of_retry(site: str) -> bool:
+        """Whether a call site is met by retries alone."""
+        return " job.retry." in site
+
+    def arm(self, plan: dict[str, object]) -> None:
+        """From now on, processes that are started do harm to files as `inside` says."""
+        self.environment = inside.environment(self.folder / "file-faults", plan)
+
+    def disarm(self) -> None:
+        self.environment = {}
+
+    @contextlib.contextmanager
+    def full_disk(self) -> Iterator[None]:
+        assert self.disk is not None
+        with self.disk.full():
+            yield
 
     def running(self) -> bool:
         """Makes sure that a driver runs; False if the job has ended."""
@@ -143,10 +187,10 @@ class Round:
     def wait(self, condition: object, timeout_s: float = 1e9) -> bool:
         """Waits for a condition (a callable); False after `timeout_s`. Raises Hang at the round's end."""
         assert callable(condition)
-        left = self._deadline - time.monotonic()
+        left = self._deadline - awake()
         if wait_for(condition, min(left, timeout_s)):
             return True
-        if time.monotonic() >= self._deadline:
+        if awake() >= self._deadline:
             raise Hang
         return False
 
@@ -183,9 +227,9 @@ class Round:
         if left:
             self.problem(f"processes {left} outlive their driver")
 
-    def finish(self) -> None:
+    def finish(self, *, wake: bool = True) -> None:
         """Resumes the command until it is done."""
-        for process in self.processes.find():
+        for process in self.processes.find() if wake else ():
             send(process.pid, signal.SIGCONT)
         for _ in range(MAX_STARTS):
             if self.driver is None:
@@ -229,19 +273,26 @@ class Round:
         verdict.problems += self.reader.problems
         if self.driver is not None and self.driver.returncode != calm.code:
             self.problem(f"exit code {self.driver.returncode}, undisturbed {calm.code}")
-        code = self.wait_exit(self.processes.start("verify", str(self.path)))
-        if code != 0:
-            self.problem(f"verify: exit code {code}")
-        if b"Traceback" in (self.folder / "log.txt").read_bytes():
-            self.problem("a traceback on the terminal")
+        self._verify()
+        said = (self.folder / "log.txt").read_text()
+        for words in ("Traceback", "This is not expected"):
+            if words in said:
+                self.problem(f"{words!r} on the terminal")
         self._compare(calm)
         for trace in self.traces:
             again, runs = rows_run_again(trace)
             verdict.again += len(again)
             verdict.runs += runs
         self._look_for_leftovers()
-        verdict.seconds = time.monotonic() - self._begin
+        verdict.seconds = awake() - self._begin
         return verdict
+
+    def _verify(self) -> None:
+        job = load_manifest(self.layout)
+        if job is None:
+            self.problem("no manifest")
+            return
+        self.verdict.problems += [f"verify: {text}" for text in verify_job(job).problems]
 
     def _compare(self, calm: Calm) -> None:
         try:
@@ -263,13 +314,66 @@ class Round:
         if not (self.verdict.lost or self.verdict.doubled or self.verdict.different):
             self.problem(f"equal values in other columns: {table.schema} instead of {calm.table.schema}")
 
+    def close(self) -> None:
+        """Ends what is left of it."""
+        self.processes.end_all()
+        self.reader.close()
+        if self.disk is not None:
+            self.disk.close(keep=not self.verdict.ok)
+
     def _look_for_leftovers(self) -> None:
-        work = self.layout.for_retry(1).work if self.retried else self.layout.state
-        folders = {work / name for name in ("windows", "prepared", "segments")} | {self.layout.state / "tmp"}
+        folders = {self.work / name for name in ("windows", "prepared", "segments")} | {self.layout.state / "tmp"}
         lying = [str(path.relative_to(self.output)) for folder in folders for path in folder.rglob("*")]
         hidden = [str(path.relative_to(self.output)) for path in self.output.rglob(".tmp-*")]
         if lying or hidden:
             self.problem(f"{len(lying + hidden)} files left, as {(lying + hidden)[:3]}")
+
+
+class SmallDisk:
+    """A file system of its own, in memory, that can be filled. Where none can be mounted, `available` is False."""
+
+    SIZE = "32m"
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        place.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={self.SIZE}", "tmpfs", place], check=True)
+
+    @staticmethod
+    def available(scratch: Path) -> bool:
+        try:
+            SmallDisk(scratch).close(keep=False)
+        except (OSError, subprocess.CalledProcessError):
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """Nothing more fits, and what becomes free meanwhile is taken up as well."""
+        filler = self.place / "filler"
+        stop = threading.Event()
+
+        def fill() -> None:
+            with filler.open("ab", buffering=0) as file:
+                while not stop.is_set():
+                    for size in (1 << 20, 4_096):
+                        with contextlib.suppress(OSError):
+                            while file.write(bytes(size)) == size:
+                                pass
+                    stop.wait(0.02)
+
+        filling = in_thread("filler", fill)
+        try:
+            yield
+        finally:
+            stop.set()
+            filling.join()
+            filler.unlink()
+
+    def close(self, *, keep: bool) -> None:
+        if keep:
+            shutil.copytree(self.place, self.place.with_name("disk-as-it-was"))
+        subprocess.run(["umount", "--lazy", self.place], check=True)
 
 
 def _identities(table: pa.Table) -> list[Identity]:
