@@ -218,12 +218,15 @@ def _keep_indexes(job: ResolvedJob, store: LocalStore) -> ResolvedJob:
 
 
 def load_manifest(layout: JobLayout) -> ResolvedJob | None:
-    """The job as frozen in an output folder, or None where there is none."""
+    """The job as frozen in an output folder, or None where there is none. Its output is that folder, which may have
+    been moved or copied since."""
     data = LocalStore(layout.output).get(layout.key(layout.manifest))
     if data is None:
         return None
     try:
-        return job_from_json(data)
+        job = job_from_json(data)
+        section = job.spec.output.model_copy(update={"path": str(layout.output)})
+        return replace(job, spec=job.spec.model_copy(update={"output": section}))
     except (ValueError, KeyError, TypeError) as error:
         raise ResumeRefused(
             f"{layout.manifest} can't be read ({error}); it was written by another version of batchinfer or is "

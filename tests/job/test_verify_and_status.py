@@ -13,7 +13,7 @@ from batchinfer.errors import ConfigError
 from batchinfer.job import windows as windows_module
 from batchinfer.job.driver_lock import DriverLock, DriverProcess, lock_store
 from batchinfer.job.layout import JobLayout
-from batchinfer.job.manifest import freeze_job
+from batchinfer.job.manifest import freeze_job, load_manifest
 from batchinfer.job.report import summarize
 from batchinfer.job.resolve import resolve_job
 from batchinfer.job.status import JobStatus, read_status, write_status
@@ -185,3 +185,15 @@ def test_status_with_a_damaged_claim(shop, claim):
     next(job.layout.driver.glob("*.json")).write_bytes(claim)
     write_status(job.layout, JobStatus(name="test", state="running", rows_total=1))
     assert read_status(shop.output).state == "running"
+
+
+def test_an_output_that_was_moved_is_looked_at_where_it_is(done, tmp_path):
+    shop, _ = done
+    moved = JobLayout(tmp_path / "elsewhere")
+    shop.output.rename(moved.output)
+    assert verify_job(load_manifest(moved)).ok
+    shop.output.mkdir()  # another's by now
+    next(moved.output.glob("part-*")).unlink()
+    assert "not there" in "\n".join(verify_job(load_manifest(moved)).problems)
+    moved.status.unlink(missing_ok=True)
+    assert read_status(moved.output).rows_done < 13

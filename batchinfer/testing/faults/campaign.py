@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchinfer.testing.faults.jobs import CampaignJob, make_job
+from batchinfer.testing.faults.jobs import RUN_S, CampaignJob, make_job
 from batchinfer.testing.faults.kinds import KINDS
 from batchinfer.testing.faults.rounds import Calm, Hang, Round, SmallDisk, Verdict, run_calm
 
@@ -20,15 +20,17 @@ ROUNDS_PER_JOB = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run. `most_faults`: in a round; `limit_s`: a round's time; the rest as in `scripts/fault_campaign`."""
+    """What to run. `least_faults`, `most_faults`: in a round; `limit_s`: a round's time; the rest as in `scripts/fault_campaign`."""
 
     rounds: int
     seed: int
     jobs: int = 1
     kinds: Sequence[str] = tuple(KINDS)
+    least_faults: int = 1
     most_faults: int = 3
     limit_s: float = 120.0
     rows: int | None = None
+    run_s: float = RUN_S
     model: str | None = None
     keep: bool = False
 
@@ -51,7 +53,9 @@ class _Jobs:
             if seed not in self._jobs:
                 folder = self._folder / f"job-{seed}"
                 folder.mkdir()
-                self._jobs[seed] = make_job(folder, seed, rows=self._plan.rows, model=self._plan.model)
+                self._jobs[seed] = make_job(
+                    folder, seed, rows=self._plan.rows, model=self._plan.model, run_s=self._plan.run_s
+                )
             return self._jobs[seed]
 
     def calm(self, seed: int, *, retried: bool) -> Calm:
@@ -95,6 +99,10 @@ class Sums:
     def faults(self) -> dict[str, int]:
         return dict(sorted(Counter(name for verdict in self.verdicts for name in verdict.faults).items()))
 
+    def sites(self) -> int:
+        """How many call sites were met by a file fault that was to happen there."""
+        return len({site.partition(": ")[2] for verdict in self.verdicts for site in verdict.sites})
+
     def total(self, name: str) -> int:
         return sum(getattr(verdict, name) for verdict in self.verdicts)
 
@@ -135,7 +143,7 @@ def _run_round(plan: Plan, jobs: _Jobs, number: int, folder: Path) -> Verdict:
     # Kinds come round in turn, so that each is met; what comes with it is drawn.
     order = in_turn(plan.kinds)
     first = order[number % len(order)]
-    names = [first, *draw.choices(plan.kinds, k=draw.randrange(plan.most_faults))]
+    names = [first, *draw.choices(plan.kinds, k=draw.randrange(plan.least_faults - 1, plan.most_faults))]
     draw.shuffle(names)
     place = folder / f"round-{number:04d}"
     small_disk = "fill_disk" in names and jobs.small_disks()

@@ -47,10 +47,13 @@ class CampaignJob:
         return path
 
 
-def make_job(folder: Path, seed: int, *, rows: int | None = None, model: str | None = None) -> CampaignJob:
+def make_job(
+    folder: Path, seed: int, *, rows: int | None = None, model: str | None = None, run_s: float = RUN_S
+) -> CampaignJob:
     """Writes the input of the job with this seed into `folder`, which must be new.
 
-    rows    instead of a random number of them; model: a model's path instead of the fake model
+    rows    instead of a random number of them; model: a model's path instead of the fake model; run_s: what its steps
+            are to take, in seconds
     """
     draw = random.Random(seed)
     num_rows = rows or draw.choice([draw.randrange(20, 60), draw.randrange(60, 160), draw.randrange(160, 320)])
@@ -86,7 +89,7 @@ def make_job(folder: Path, seed: int, *, rows: int | None = None, model: str | N
         folder=folder,
         settings=settings,
         num_rows=num_rows,
-        step_delay_ms=round(min(100.0, max(2.0, 1000 * RUN_S / steps)), 1),
+        step_delay_ms=round(min(100.0, max(2.0, 1000 * run_s / steps)), 1),
         retryable=any(text is not None and len(text) > MAX_MODEL_LEN for text in columns["text"].to_pylist()),
         model=model,
     )

@@ -315,7 +315,7 @@ def file_fault(round_: Round) -> bool:
     place = round_.folder / "file-faults"
     done = place / f"done-{round_.verdict.starts}"
     plan = {"site": site, "mode": mode, "hit": round_.draw.choice([1, 1, 2]), "done": str(done)}
-    round_.verdict.faults.append(f"{mode}: {site}")
+    round_.verdict.sites.append(f"{mode}: {site}")
     round_.arm(plan)
     driver = round_.driver = round_.start()
     round_.wait(lambda: done.exists() or driver.poll() is not None)

@@ -46,12 +46,14 @@ class Verdict:
 
     again   rows that an engine was to run though they were durable before that lease; those excepted whose results a
             fault has destroyed
+    sites   where file faults were to happen, and which
     runs    rows that engines were given; looks: how often the plain reader has looked
     """
 
     number: int
     job: int
     faults: list[str] = field(default_factory=list)
+    sites: list[str] = field(default_factory=list)
     lost: int = 0
     doubled: int = 0
     different: int = 0
@@ -135,6 +137,7 @@ class Round:
         self.path = job.write(folder / "job.yaml", self.output)
         self.command: tuple[str, ...] = ("submit", str(self.path))
         self.processes = Processes(str(folder), folder / "log.txt")
+        self.processes.log.touch()
         self.driver: subprocess.Popen[bytes] | None = None
         self.traces = [folder / "trace-1.jsonl"]
         self.retried = False
@@ -324,9 +327,8 @@ class Round:
     def _look_for_leftovers(self) -> None:
         folders = {self.work / name for name in ("windows", "prepared", "segments")} | {self.layout.state / "tmp"}
         lying = [str(path.relative_to(self.output)) for folder in folders for path in folder.rglob("*")]
-        hidden = [str(path.relative_to(self.output)) for path in self.output.rglob(".tmp-*")]
-        if lying or hidden:
-            self.problem(f"{len(lying + hidden)} files left, as {(lying + hidden)[:3]}")
+        if lying:
+            self.problem(f"{len(lying)} files left, as {lying[:3]}")
 
 
 class SmallDisk:

@@ -1,0 +1,188 @@
+"""A short campaign of faults (`scripts/fault_campaign` runs long ones), and that its judgement can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.job.layout import JobLayout
+from batchinfer.job.status import JobStatus, write_status
+from batchinfer.testing.faults import inside
+from batchinfer.testing.faults.campaign import in_turn
+from batchinfer.testing.faults.jobs import CampaignJob, make_job
+from batchinfer.testing.faults.kinds import KINDS
+from batchinfer.testing.faults.rounds import Calm, Round, Verdict, rows_run_again, run_calm
+
+ROOT = Path(__file__).parents[2]
+SHORT = (
+    "kill_driver,file_fault,zombie_worker,terminate_all,cut_files,zombie_family,file_fault,kill_engine,disturbed_retry"
+)
+
+
+@pytest.mark.timeout(900)
+def test_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "scripts/fault_campaign", "--rounds", "9", "--jobs", "2", "--seed", "5"]
+    command += ["--faults", SHORT, "--most-faults", "2", "--limit", "200", "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=880)
+    assert run.returncode == 0, run.stderr + run.stdout
+    found = json.loads(run.stdout)
+    assert found["ok"] and found["rounds"] == 9 and found["runs"] > 9
+    assert sum(found["faults"].values()) >= 5
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Calm]:
+    """A job's folder and its undisturbed run, with several parts."""
+    folder = tmp_path_factory.mktemp("campaign")
+    for seed in range(100):
+        place = folder / str(seed)
+        job = make_job(place, seed, rows=40)
+        if len([*(place / "input").iterdir()]) == 5:
+            return place, run_calm(job, place / "calm", retried=False)
+    raise AssertionError("no job with five files")
+
+
+@pytest.fixture
+def round_(calm: tuple[Path, Calm], tmp_path: Path) -> Iterator[Round]:
+    """A round whose output is the undisturbed one's, to be harmed."""
+    place, _ = calm
+    job = CampaignJob(folder=place, settings={}, num_rows=40, step_delay_ms=0, retryable=False)
+    made = Round(0, job, 0, tmp_path / "round", draw=random.Random(0), limit_s=60, next_site=str)
+    shutil.copytree(place / "calm" / "out", made.output)
+    yield made
+    made.close()
+
+
+def judged(round_: Round, calm: tuple[Path, Calm]) -> Verdict:
+    return round_.judge(calm[1])
+
+
+def test_an_unharmed_output_passes(round_: Round, calm: tuple[Path, Calm]) -> None:
+    verdict = judged(round_, calm)
+    assert verdict.ok and verdict.looks > 0, verdict
+
+
+def test_a_lost_part_is_seen(round_: Round, calm: tuple[Path, Calm]) -> None:
+    part = sorted(round_.output.glob("part-*"))[1]
+    rows = pq.read_metadata(part).num_rows
+    part.unlink()
+    verdict = judged(round_, calm)
+    assert (verdict.lost, verdict.doubled, verdict.different) == (rows, 0, 0)
+    assert any("not there" in text for text in verdict.problems)
+
+
+def test_doubled_rows_are_seen_by_the_count_and_by_the_reader(round_: Round, calm: tuple[Path, Calm]) -> None:
+    part = sorted(round_.output.glob("part-*"))[1]
+    shutil.copy(part, part.with_name("part-00099-00000.parquet"))
+    verdict = judged(round_, calm)
+    assert verdict.doubled == pq.read_metadata(part).num_rows and verdict.lost == 0
+    assert any("a reader found rows of" in text for text in verdict.problems)
+
+
+def test_another_completion_is_seen(round_: Round, calm: tuple[Path, Calm]) -> None:
+    part = sorted(round_.output.glob("part-*"))[0]
+    table = pq.read_table(part)
+    column = table.schema.get_field_index("prompt_tokens")
+    other = pa.array([7_777, *table["prompt_tokens"].to_pylist()[1:]], pa.int32())
+    pq.write_table(table.set_column(column, table.field(column), other), part)
+    verdict = judged(round_, calm)
+    assert (verdict.lost, verdict.doubled, verdict.different) == (0, 0, 1)
+    assert any(text.startswith("verify:") and part.name in text for text in verdict.problems)
+
+
+def test_a_torn_part_is_seen_by_the_reader(round_: Round) -> None:
+    part = sorted(round_.output.glob("part-*"))[0]
+    part.write_bytes(part.read_bytes()[:-9])
+    round_.reader.look()
+    assert [text for text in round_.reader.problems if part.name in text]
+
+
+def test_what_is_left_lying_and_other_exit_codes_are_seen(round_: Round, calm: tuple[Path, Calm]) -> None:
+    folder = round_.layout.segments(0)
+    folder.mkdir(parents=True)
+    (folder / "u00000-e000001-l000000-0000.arrow").write_bytes(b"")
+    round_.driver = round_.processes.start("submit", "nowhere.yaml")
+    verdict = judged(round_, calm)
+    assert any("files left" in text for text in verdict.problems)
+    assert any("exit code 2" in text for text in verdict.problems)
+
+
+def test_rows_that_ran_though_they_were_durable_are_counted(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    events = [
+        {"event": "lease", "window": 0, "rows": [[0, 1], [0, 2], [1, 3]], "leased_at": 1.0},
+        {"event": "published", "window": 0, "rows": [[0, 1], [0, 2]], "time": 2.0},
+        {"event": "lease", "window": 0, "rows": [[0, 1]], "leased_at": 1.5},  # before it was durable
+        {"event": "lease", "window": 0, "rows": [[0, 2], [1, 3]], "leased_at": 3.0},
+        {"event": "destroyed", "window": 0, "rows": [[0, 1]]},
+        {"event": "lease", "window": 0, "rows": [[0, 1]], "leased_at": 4.0},
+        {"event": "destroyed", "window": 0, "rows": None},
+        {"event": "lease", "window": 0, "rows": [[0, 2]], "leased_at": 5.0},
+    ]
+    trace.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert rows_run_again(trace) == ([(0, 0, 2)], 8)
+
+
+def harm(tmp_path: Path, mode: str) -> dict[str, object]:
+    site = "fsync job.status.write_status"
+    return {"site": site, "mode": mode, "hit": 2, "done": str(tmp_path / "done")}
+
+
+def write(layout: JobLayout, number: int) -> str:
+    begin = time.monotonic()
+    try:
+        write_status(layout, JobStatus(name=str(number), state="running", rows_total=1))
+    except OSError as error:
+        return "failed" if "injected" in str(error) else str(error)
+    return "slow" if time.monotonic() - begin > 0.9 else "good"
+
+
+@pytest.mark.parametrize("mode", [mode for mode in inside.MODES if mode != "torn_kill"])
+def test_a_file_fault_does_its_harm_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setattr(inside, "SLOW_S", 1.0)
+    for name in inside.CALLS:
+        monkeypatch.setattr(os, name, getattr(os, name))  # to be restored
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(harm(tmp_path, mode)))
+    monkeypatch.setenv(inside.VARIABLE, str(plan))
+    inside.arm()
+    layout = JobLayout(tmp_path / "out")
+    second = {"slow": "slow", "stale": "good"}.get(mode, "failed")
+    assert [write(layout, number) for number in range(4)] == ["good", second, "good", "good"]
+    assert (tmp_path / "done").exists()
+    assert not [*layout.state.glob(".tmp-*")]
+
+
+def test_a_torn_write_and_a_kill_reach_every_process_of_the_environment(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = (
+        "from pathlib import Path; from batchinfer.job.layout import JobLayout\n"
+        "from batchinfer.job.status import JobStatus, write_status\n"
+        f"for number in range(4): write_status(JobLayout(Path({str(out)!r})), "
+        "JobStatus(name=str(number), state='running', rows_total=1))\n"
+    )
+    more = inside.environment(tmp_path / "faults", harm(tmp_path, "torn_kill"))
+    run = subprocess.run([sys.executable, "-c", code], env=os.environ | more, capture_output=True)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    whole = JobLayout(out).status.read_bytes()
+    assert json.loads(whole)["name"] == "0"
+    (torn,) = JobLayout(out).state.glob(".tmp-*")
+    assert 0 < torn.stat().st_size < len(whole)
+
+
+def test_every_kind_comes_round_and_files_more_often() -> None:
+    order = in_turn(list(KINDS))
+    assert set(order) == set(KINDS) and order.count("file_fault") >= len(KINDS) // 2 - 1
+    assert in_turn(["kill_all"]) == ["kill_all"] and in_turn(["file_fault"]) == ["file_fault"]
