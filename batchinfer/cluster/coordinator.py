@@ -207,16 +207,16 @@ class Coordinator:
                 self.timings.spans(f"engine {name}", message["spans"])
                 return ev.EngineReady(name, message["max_num_seqs"])
             case "died":
-                reason = message["reason"]
+                reason, last_words = message["reason"], message["last_words"]
                 if name in self._ended_as_hung:
                     self._ended_as_hung.discard(name)
                     reason = (
                         f"it showed no life for {self._hang_s:.0f} s or more (cluster.hang_timeout_s), and was ended"
                     )
-                _log.warning("the engine of worker %s died: %s", name, reason)
+                _log.warning("the engine of worker %s died: %s%s", name, reason, last_words)
                 self._forget_engine(name)
                 flight = tuple((lease, start, stop) for lease, start, stop in message["in_flight"])
-                return ev.EngineDied(name, reason, flight, message["fatal"])
+                return ev.EngineDied(name, reason, flight, message["fatal"], last_words)
             case "stopped":
                 self._forget_engine(name)
                 return ev.EngineStopped(name)

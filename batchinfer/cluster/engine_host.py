@@ -137,12 +137,14 @@ class EngineHost:
         if stopped:
             self._tell({"t": "stopped"})
             return
-        reason = last.get("message") or f"the engine process ended by {how_it_ended(code)}{self._tail()}"
+        reason = last.get("message") or f"the engine process ended by {how_it_ended(code)}"
+        last_words = "" if "message" in last else self._last_words()
         suspects = {} if last.get("blameless") else begun
         in_flight = [(lease, start, stop) for lease, (start, stop) in suspects.items() if start < stop]
-        self._tell({"t": "died", "reason": reason, "in_flight": in_flight, "fatal": bool(last.get("fatal"))})
+        fatal = bool(last.get("fatal"))
+        self._tell({"t": "died", "reason": reason, "last_words": last_words, "in_flight": in_flight, "fatal": fatal})
 
-    def _tail(self) -> str:
+    def _last_words(self) -> str:
         """The last words of this engine in its log, for the message."""
         try:
             with self._log.open("rb") as log:

@@ -196,6 +196,8 @@ class EngineReady:
 class EngineDied:
     """The engine process ended by itself.
 
+    reason      goes into the output where a row is given up: it says nothing of this machine or this moment
+    last_words  what its log ends with, for whoever looks for the cause
     in_flight   (lease, start, stop): rows that the engine had begun and not made durable
     fatal       starting it again can't help (the model can't be used here); `reason` says why
     """
@@ -204,6 +206,7 @@ class EngineDied:
     reason: str
     in_flight: tuple[tuple[int, int, int], ...] = ()
     fatal: bool = False
+    last_words: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,14 +228,14 @@ class Leases:
             return
         was_ready, worker.phase = worker.phase == "ready", "joined"
         if not was_ready:
-            self._count_failed_start(event.worker, worker, event.reason, event.fatal, out)
+            self._count_failed_start(event.worker, worker, event.reason + event.last_words, event.fatal, out)
         else:
             worker.fruitless_deaths += 1
             self._blame(event, worker, out)
             others = any(w.phase == "ready" for w in self.workers.values() if w is not worker)
             if worker.fruitless_deaths >= self.limits.fruitless_deaths // (2 if others else 1):
-                reason = f"its engine died {worker.fruitless_deaths} times without finishing a row: {event.reason}"
-                self._quarantine(event.worker, worker, reason, out)
+                often = f"its engine died {worker.fruitless_deaths} times without finishing a row: "
+                self._quarantine(event.worker, worker, often + event.reason + event.last_words, out)
         if worker.phase == "joined":
             out.append(ev.RestartEngine(event.worker))
 

@@ -20,7 +20,7 @@ ROUNDS_PER_JOB = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run. `least_faults`, `most_faults`: in a round; `limit_s`: a round's time; the rest as in `scripts/fault_campaign`."""
+    """What to run, as in `scripts/fault_campaign`. `least_faults`, `most_faults`: in a round; `limit_s`: its time."""
 
     rounds: int
     seed: int
