@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.cluster import tasks
-from batchinfer.cluster.resume import load_usable_window
+from batchinfer.cluster.resume import Committed, load_usable_window
+from batchinfer.cluster.status_writer import StatusWriter
+from batchinfer.cluster.submit import Listener, _driving
 from batchinfer.data.prepared import row_identities
 from batchinfer.data.segments import ResultRow, SegmentName, results_table, write_compacted, write_segment
 from batchinfer.errors import BatchinferError
@@ -20,6 +24,7 @@ from batchinfer.job.ledger import WindowPlan, load_window
 from batchinfer.job.manifest import freeze_job, save_run
 from batchinfer.job.resolve import resolve_job
 from batchinfer.job.spec import JobSpec
+from batchinfer.job.status import read_status
 from batchinfer.types.request import CompletionOutput
 
 TEXTS = {"a": ["one", "two", None], "b": ["three", "four"]}
@@ -178,3 +183,28 @@ def test_what_is_left_of_finished_windows_goes_at_the_next_start(planned: Planne
         path for path in planned.layout.work.rglob("*") if path.is_file() and path.name.startswith(("w0", "u", "c0"))
     ]
     assert not left, left
+
+
+def test_a_driver_that_was_succeeded_does_not_have_the_last_word(planned: Planned) -> None:
+    """It may wake after the next one has finished the job: `status` must go on saying so."""
+    store = lock_store(planned.layout.output)
+    DriverLock.claim(store).release()
+    writer = StatusWriter(planned.job, 1, Committed(), 2)
+    writer.end("interrupted")
+    assert read_status(planned.layout.output).state == "interrupted"
+    DriverLock.claim(store).release()
+    StatusWriter(planned.job, 2, Committed(), 2).end("failed", "the second's")
+    writer.end("interrupted", "another driver has taken over")
+    found = read_status(planned.layout.output)
+    assert (found.state, found.epoch, found.message) == ("failed", 2, "the second's")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_trouble_of_the_disk_is_one_message_and_a_bug_is_not_hidden_behind_it(planned: Planned, code: int) -> None:
+    with (
+        pytest.raises(BatchinferError, match=rf"some/file: {os.strerror(code)}; .* the same command goes on"),
+        _driving(planned.job, Listener()),
+    ):
+        raise OSError(code, os.strerror(code), "some/file")
+    with pytest.raises(ConnectionResetError), _driving(planned.job, Listener()):
+        raise ConnectionResetError(errno.ECONNRESET, "a bug")

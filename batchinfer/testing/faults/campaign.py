@@ -13,6 +13,7 @@ from pathlib import Path
 
 from batchinfer.testing.faults.jobs import RUN_S, CampaignJob, make_job
 from batchinfer.testing.faults.kinds import KINDS
+from batchinfer.testing.faults.processes import Processes
 from batchinfer.testing.faults.rounds import Calm, Hang, Round, SmallDisk, Verdict, run_calm
 
 ROUNDS_PER_JOB = 6
@@ -47,6 +48,7 @@ class _Jobs:
         self._calm: dict[tuple[int, bool], Calm] = {}
         self._sites: Counter[str] = Counter()
         self._small_disks: bool | None = None
+        self.rounds: list[Round] = []
 
     def get(self, seed: int) -> CampaignJob:
         with self._lock(seed):
@@ -66,6 +68,13 @@ class _Jobs:
                 name = "calm-retried" if retried else "calm"
                 self._calm[key] = run_calm(job, job.folder / name, retried=retried)
             return self._calm[key]
+
+    def abandon(self) -> None:
+        """Ends all rounds: they find that their time is over."""
+        for round_ in self.rounds:
+            round_.expire()
+        for processes in list(Processes.all):
+            processes.end_all()
 
     def next_site(self, seed: int) -> str:
         """Of the call sites that change files in this job and in a retry of it, the one that was taken least so far."""
@@ -120,8 +129,14 @@ def run_campaign(plan: Plan, folder: Path, told: Callable[[Verdict], None]) -> S
             told(verdict)
 
     with ThreadPoolExecutor(plan.jobs) as pool:
-        for future in [pool.submit(one, number) for number in range(plan.rounds)]:
-            future.result()
+        futures = [pool.submit(one, number) for number in range(plan.rounds)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:  # Ctrl-C, or a fault of the campaign's own: nothing is left running
+            pool.shutdown(wait=False, cancel_futures=True)
+            jobs.abandon()
+            raise
     return sums
 
 
@@ -159,6 +174,7 @@ def _run_round(plan: Plan, jobs: _Jobs, number: int, folder: Path) -> Verdict:
         next_site=lambda: jobs.next_site(job_seed),
         small_disk=small_disk,
     )
+    jobs.rounds.append(round_)
     verdict = round_.verdict
     try:
         for name in names:
@@ -171,6 +187,7 @@ def _run_round(plan: Plan, jobs: _Jobs, number: int, folder: Path) -> Verdict:
         verdict.problems.append(f"hangs after {names}: {round_.processes.find()}")
     finally:
         round_.close()
+        jobs.rounds.remove(round_)
     if verdict.ok and not plan.keep:
         shutil.rmtree(place)
     return verdict

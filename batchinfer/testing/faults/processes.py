@@ -12,10 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 MARK = "BATCHINFER_FAULT_CAMPAIGN"
 Role = Literal["driver", "worker", "engine", "other"]
@@ -31,13 +32,20 @@ class Found:
     state: str
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Processes:
-    """Everything that was started with this mark: drivers by `start`, workers and engines by them."""
+    """Everything that was started with this mark: drivers by `start`, workers and engines by them.
 
+    `all`: those in use.
+    """
+
+    all: ClassVar[weakref.WeakSet[Processes]] = weakref.WeakSet()
     mark: str
     log: Path
     drivers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.all.add(self)
 
     def start(
         self, *arguments: str, log: Path | None = None, more: Mapping[str, str] | None = None

@@ -197,6 +197,10 @@ class Round:
             raise Hang
         return False
 
+    def expire(self) -> None:
+        """Its time is over, now."""
+        self._deadline = -1.0
+
     def wait_exit(self, driver: subprocess.Popen[bytes], timeout_s: float = 1e9) -> int | None:
         self.wait(lambda: driver.poll() is not None, timeout_s)
         return driver.poll()
