@@ -41,7 +41,7 @@ from batchinfer.job.windows import Window
 from batchinfer.log import log_to_file
 
 _log = logging.getLogger("batchinfer.cluster")
-_OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
+_OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,13 +171,15 @@ def _driving(job: ResolvedJob, listener: Listener) -> Iterator[DriverLock]:
     try:
         claimed = _claim(job, listener)
     except OSError as error:  # the first thing that is written
+        if error.errno in _OF_THE_DISK:
+            raise _disk_trouble(error, layout.output) from error
         raise ConfigError(
             f"output.path {layout.output} can't be written to: {error.strerror or error}; give a folder that can"
         ) from error
     with claimed as lock, log_to_file(layout.log):
-        lock.start_heartbeat()
-        fence_replacements(layout, lock.epoch)
         try:
+            lock.start_heartbeat()
+            fence_replacements(layout, lock.epoch)
             yield lock
         except BatchinferError as error:
             _log.error("the run ends: %s", error)
@@ -187,13 +189,17 @@ def _driving(job: ResolvedJob, listener: Listener) -> Iterator[DriverLock]:
                 _log.exception("the run ends by an unexpected error")
                 raise
             _log.error("the run ends: %s", error)
-            raise BatchinferError(
-                f"{error.filename or layout.output}: {error.strerror}; everything finished is kept, and once that is "
-                "mended the same command goes on"
-            ) from error
+            raise _disk_trouble(error, layout.output) from error
         except BaseException:
             _log.exception("the run ends by an unexpected error")
             raise
+
+
+def _disk_trouble(error: OSError, output: Path) -> BatchinferError:
+    return BatchinferError(
+        f"{error.filename or output}: {error.strerror}; everything finished is kept, and once that is mended the same "
+        "command goes on"
+    )
 
 
 def _run(job: ResolvedJob, lock: DriverLock, workers: LocalWorkers, signals: _Signals, listener: Listener) -> _Run:

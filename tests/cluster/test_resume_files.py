@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -199,6 +201,19 @@ def test_a_driver_that_was_succeeded_does_not_have_the_last_word(planned: Planne
     assert (found.state, found.epoch, found.message) == ("failed", 2, "the second's")
 
 
+class Failing:
+    """A call that fails once."""
+
+    def __init__(self, call: Callable[..., Any], code: int, at: int) -> None:
+        self.call, self.code, self.left = call, code, at
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        self.left -= 1
+        if not self.left:
+            raise OSError(self.code, os.strerror(self.code))
+        return self.call(*args, **named)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_trouble_of_the_disk_is_one_message_and_a_bug_is_not_hidden_behind_it(planned: Planned, code: int) -> None:
     with (
@@ -206,5 +221,12 @@ def test_trouble_of_the_disk_is_one_message_and_a_bug_is_not_hidden_behind_it(pl
         _driving(planned.job, Listener()),
     ):
         raise OSError(code, os.strerror(code), "some/file")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "link"):  # at the first thing that is written, and at its first sign of life
+            patch.setattr(os, name, Failing(getattr(os, name), code, at=1 if name == "link" else 3))
+            failing = pytest.raises(BatchinferError, match="the same command goes on")
+            with failing as caught, _driving(planned.job, Listener()):
+                pass
+            assert caught.value.exit_code == 1
     with pytest.raises(ConnectionResetError), _driving(planned.job, Listener()):
         raise ConnectionResetError(errno.ECONNRESET, "a bug")
