@@ -112,6 +112,26 @@ def test_rms_norm(native: Int8Ops, reference: Int8Ops, rows: int, width: int) ->
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("rows", "features", "threads"), [(1675, 32, 2), (1675, 64, 4), (1801, 192, 8), (1801, 384, 16)]
+)
+def test_steps_of_many_rows_and_few_features(
+    native: Int8Ops, reference: Int8Ops, rows: int, features: int, threads: int
+) -> None:
+    """Rows are cut into blocks and these into pieces: more than the last, shorter block has rows for."""
+    values, scales = weights(features, 64)
+    x = reference.quantize(activations(rows, 64))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        y = native.linear(x, native.pack(values, scales, None), None, None)
+        gated = native.gated(x, native.pack_gated(values, scales, values, scales), None)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(y, reference.linear(x, reference.pack(values, scales, None), None, None))
+    close(gated, reference.gated(x, reference.pack_gated(values, scales, values, scales), None))
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("width", "features"), SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -53,6 +53,8 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
                         bias ? _mm512_maskz_loadu_ps(some[half], bias + first + 16 * half) : _mm512_setzero_ps();
                 const long start = block * cut.block + piece * cut.piece;
                 const long stop = least(rows, least((block + 1) * cut.block, start + cut.piece));
+                if (start >= stop)
+                    continue; /* the last block is shorter than others */
                 struct ahead ahead = next_panel(w, panel, tiles_of(stop - start));
                 for (long t = start; t < stop; t += ROWS) {
                     const long here = least(ROWS, stop - t);
@@ -96,6 +98,8 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
                 float inner[ROW_BLOCK][GROUP];
                 const long start = block * cut.block + piece * cut.piece;
                 const long stop = least(rows, least((block + 1) * cut.block, start + cut.piece));
+                if (start >= stop)
+                    continue; /* the last block is shorter than others */
                 for (int p = 0; p < PANELS_PER_GROUP; p++) {
                     const long panel = g * PANELS_PER_GROUP + p;
                     struct ahead ahead = next_panel(w, panel, tiles_of(stop - start));
