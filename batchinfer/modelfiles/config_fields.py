@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +31,9 @@ def real(config: Mapping[str, Any], key: str, *, default: float, zero: bool = Fa
     value = config.get(key)
     if value is None:
         return default
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (value == 0 and not zero):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Compared as it is: an integer can be too large to be made a float.
+    if not number or not 0 <= value <= sys.float_info.max or (value == 0 and not zero):
         kind = "a number of at least 0" if zero else "a positive number"
         raise ModelError(f"{key} in the model's config must be {kind}, got {value!r}")
     return float(value)

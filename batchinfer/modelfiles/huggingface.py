@@ -34,6 +34,7 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 def open_folder(folder: Path, *, name: str | None = None) -> ModelFiles:
     """Opens a folder with config.json."""
     config = read_json(folder / "config.json")
+    config.pop("rope_dimension_count", None)  # GGUF's: transformers reads no such key, and would rotate whole heads
     generation_config = read_json_if_there(folder / "generation_config.json")
     tokenizer, chat_templates = open_tokenizer_folder(folder)
     weight_files, tensors = read_checkpoint(folder)

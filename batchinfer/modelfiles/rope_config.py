@@ -89,7 +89,8 @@ class RopeConfig:
         if missing:
             raise ModelError(f"RoPE scaling {kind!r}: {', '.join(missing)} is missing in the model's config ({place})")
         _check(kind, scaling)
-        rotary_dim = whole(config, "rope_dimension_count", default=int(head_dim * partial), least=0)  # GGUF's own key
+        # The key is GGUF's own; folders have none (`huggingface`).
+        rotary_dim = whole(config, "rope_dimension_count", default=int(head_dim * min(partial, 2.0)), least=0)
         if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
             raise ModelError(f"RoPE over {rotary_dim} of {head_dim} dimensions (partial_rotary_factor {partial})")
         return cls(

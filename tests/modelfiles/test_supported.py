@@ -44,8 +44,8 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "max_position_embeddings": (None, 0, -1, 1.5, "4", [], {}),
     "max_window_layers": (-1, 1.5, *NO_NUMBER),
     "layer_types": (3, "sliding_attention", True, [], ["sliding_attention"], [[]] * 3, {"a": 1}),
-    **dict.fromkeys(("rope_theta", "partial_rotary_factor"), (0, -1, *NO_NUMBER)),
-    "rms_norm_eps": (-1, *NO_NUMBER),
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor"), (0, -1, *NO_NUMBER, 10**400)),
+    "rms_norm_eps": (-1, *NO_NUMBER, 10**400),
     **dict.fromkeys(
         ("attention_bias", "tie_word_embeddings", "use_sliding_window"), (0, 1, "false", "true", [], {}, 1.0)
     ),
@@ -110,6 +110,16 @@ def test_a_field_of_another_type_is_refused_by_its_name(tmp_path: Path, key: str
         said = refusal(folder, stored, {key: value})
         assert key in said and str(folder) in said, (value, said)
     (folder / "config.json").write_text(json.dumps(stored))
+    check_supported(open_model(str(folder)))
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5, 1e308])
+def test_a_part_of_each_head_is_refused_whatever_else_the_folder_says(tmp_path: Path, factor: float) -> None:
+    folder = make_tiny(tmp_path / "tiny")
+    stored = json.loads((folder / "config.json").read_text())
+    for more in ({}, {"rope_dimension_count": 8}):
+        assert "partial_rotary_factor" in refusal(folder, stored, {"partial_rotary_factor": factor, **more})
+    (folder / "config.json").write_text(json.dumps(stored | {"rope_dimension_count": 8}))  # which means nothing there
     check_supported(open_model(str(folder)))
 
 
