@@ -114,10 +114,15 @@ def _run_job(
         job = resolve_here(spec, extend=extend, ignore_existing=fresh)
     if fresh and job.layout.output.exists():
         # Refuses while somebody is at work there; held until the folder has its new name.
-        epoch = _claim(job, listener).epoch
-        aside = move_aside(job.layout)
+        with _first_writes(job.layout.output):
+            lock = _claim(job, listener)
+            try:
+                aside = move_aside(job.layout)
+            except BaseException:
+                lock.release()
+                raise
         if aside is not None:
-            DriverLock(lock_store(aside), epoch).release()
+            DriverLock(lock_store(aside), lock.epoch).release()
             listener.said(f"the old output was moved to {aside}")
     with _driving(job, listener) as lock:
         with phases.span("freezes the job"):
@@ -135,7 +140,7 @@ def retry_job(
     if load_manifest(job.layout) is None:
         raise ConfigError(f"{job.layout.output} holds no job; submit it first, then retry what failed")
     with _Signals() as signals, _driving(job, listener) as lock:
-        plan = open_retry(job, error_class)
+        plan = open_retry(job, error_class, epoch=lock.epoch)
         whole = load_manifest(job.layout)
         assert whole is not None
         if plan is None:
@@ -143,7 +148,7 @@ def retry_job(
             return _result(whole, _Run(), start)
         listener.said("1 row is run again" if plan.num_rows == 1 else f"{plan.num_rows} rows are run again")
         run = _run(plan.job, lock, workers, signals, listener)
-        finish_retry(plan.job)
+        finish_retry(plan.job, epoch=lock.epoch)
         return _result(whole, run, start)
 
 
@@ -165,17 +170,24 @@ def _claim(job: ResolvedJob, listener: Listener) -> DriverLock:
 
 
 @contextlib.contextmanager
+def _first_writes(output: Path) -> Iterator[None]:
+    """What is done first in the output folder, or to it: that it can't be done is told in one message."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _OF_THE_DISK:
+            raise _disk_trouble(error, output) from error
+        raise ConfigError(
+            f"output.path {output} can't be written to: {error.strerror or error}; give a folder that can"
+        ) from error
+
+
+@contextlib.contextmanager
 def _driving(job: ResolvedJob, listener: Listener) -> Iterator[DriverLock]:
     """This process is the job's driver, and writes its log."""
     layout = replace(job.layout, retry=None)
-    try:
+    with _first_writes(layout.output):
         claimed = _claim(job, listener)
-    except OSError as error:  # the first thing that is written
-        if error.errno in _OF_THE_DISK:
-            raise _disk_trouble(error, layout.output) from error
-        raise ConfigError(
-            f"output.path {layout.output} can't be written to: {error.strerror or error}; give a folder that can"
-        ) from error
     with claimed as lock, log_to_file(layout.log):
         try:
             lock.start_heartbeat()
@@ -210,7 +222,8 @@ def _run(job: ResolvedJob, lock: DriverLock, workers: LocalWorkers, signals: _Si
     state = JobState(plans, committed=committed.chunks, limits=limits_of(job.spec))
     writer = StatusWriter(job, lock.epoch, committed, sum(len(plan.chunks) for plan in plans))
     out = committed.chunks
-    clean_leftovers(job.layout, finished=[w.window for w in windows if all(chunk.chunk in out for chunk in w.chunks)])
+    finished = [w.window for w in windows if all(chunk.chunk in out for chunk in w.chunks)]
+    clean_leftovers(job.layout, finished, epoch=lock.epoch)
     if state.idle:
         _log.info("nothing is left to do")
         writer.end("finished")

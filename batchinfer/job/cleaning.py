@@ -16,11 +16,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 from batchinfer.data.fs import LocalStore
+from batchinfer.job.driver_lock import refuse_if_succeeded
 from batchinfer.job.layout import JobLayout
 
 FOREIGN_TEMPORARY_AGE_S = 24 * 3600.0
 _WINDOW = re.compile(r"w(\d+)(?:\.json|-e\d+)?$")
 _DONE = re.compile(r"w(\d+)\.done")
+_RUN = re.compile(r"e(\d+)\.json")
 _REPLACEMENT = re.compile(r".+~e(\d+)-part-.+")
 _TEMPORARY = re.compile(r"(?P<host>[A-Za-z0-9-]+)~(?P<pid>\d+)~\d+~.+")
 
@@ -38,15 +40,17 @@ def clean_window(layout: JobLayout, window: int) -> None:
         done.unlink()
 
 
-def clean_leftovers(layout: JobLayout, finished: Collection[int] = ()) -> int:
-    """What dead processes left: half-cleaned windows and temporary files. To be called by the driver as it starts.
+def clean_leftovers(layout: JobLayout, finished: Collection[int] = (), *, epoch: int) -> int:
+    """What dead processes left: half-cleaned windows and temporary files. To be called by the driver of `epoch` as it
+    starts.
 
     `finished` are windows whose parts are all out: a kill may have come before their cleaning, or an engine of an
     earlier driver may have written after it.
 
     Of this host's processes, temporary files of the dead are removed; of other hosts' those that are a day old.
-    Returns how many files and windows.
+    Returns how many files and windows. Raises TakenOver where a later driver's files may lie among them.
     """
+    refuse_if_succeeded(layout.output, epoch)
     removed = 0
     done = {int(match[1]) for name in _names(layout.work / "windows") if (match := _DONE.fullmatch(name))}
     for kind in ("windows", "prepared", "segments"):
@@ -55,9 +59,11 @@ def clean_leftovers(layout: JobLayout, finished: Collection[int] = ()) -> int:
     for window in sorted(done):
         clean_window(layout, window)
         removed += 1
-    for name in _names(layout.work / "runs"):  # of earlier epochs: they may hold the keys of a job's storage
-        with contextlib.suppress(OSError):
-            (layout.work / "runs" / name).unlink()
+    for name in _names(layout.work / "runs"):  # of earlier epochs alone: a later driver's engines need theirs
+        found = _RUN.fullmatch(name)
+        if found is not None and int(found[1]) < epoch:
+            with contextlib.suppress(OSError):
+                (layout.work / "runs" / name).unlink()  # it may hold the keys of a job's storage
     # Files that were never given their names, wherever they lie.
     removed += LocalStore(layout.state).remove_temps(older_than_s=FOREIGN_TEMPORARY_AGE_S)
     folder = layout.state / "tmp"

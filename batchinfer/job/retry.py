@@ -18,6 +18,7 @@ from batchinfer.data.fs import LocalStore
 from batchinfer.data.parts import failed_rows
 from batchinfer.errors import ConfigError, ResumeRefused
 from batchinfer.job.commit import part_summary
+from batchinfer.job.driver_lock import refuse_if_succeeded
 from batchinfer.job.manifest import ResolvedJob, load_manifest
 from batchinfer.job.report import job_chunks
 from batchinfer.types.rows import ErrorClass
@@ -36,14 +37,15 @@ class RetryPlan:
         return sum(self.failed.values())
 
 
-def open_retry(job: ResolvedJob, error_class: str | None = None) -> RetryPlan | None:
+def open_retry(job: ResolvedJob, error_class: str | None = None, *, epoch: int) -> RetryPlan | None:
     """Finds the failed rows and writes down what is to run; None where there is nothing to run again.
 
     job          from `resolve_job(spec, retry=True)`; its `overrides` say what is changed for these rows
     error_class  only rows of this class; None: of all retryable classes
+    epoch        of this driver, which holds the lock
 
-    Goes on with a retry of the same class and settings that was interrupted. The driver's lock is held. Raises
-    ConfigError for a class that is unknown, or that can't end differently.
+    Goes on with a retry of the same class and settings that was interrupted. Raises ConfigError for a class
+    that is unknown, or that can't end differently, and TakenOver where a later driver has the job.
     """
     classes = _classes(job, error_class)
     frozen = load_manifest(job.layout)
@@ -57,9 +59,9 @@ def open_retry(job: ResolvedJob, error_class: str | None = None) -> RetryPlan | 
         if data is not None and not _finished(last):
             if data["request"] == request:
                 return RetryPlan(job=last, failed=data["failed"], resumed=True)
-            finish_retry(last)  # given up for another one
+            finish_retry(last, epoch=epoch)  # given up for another one
         elif data is not None:
-            finish_retry(last)  # a kill may have come before its files were deleted
+            finish_retry(last, epoch=epoch)  # a kill may have come before its files were deleted
     rows: dict[int, list[int]] = {}
     failed: Counter[str] = Counter()
     for chunk in job_chunks(replace(job, retry=None)):
@@ -82,9 +84,13 @@ def open_retry(job: ResolvedJob, error_class: str | None = None) -> RetryPlan | 
     return RetryPlan(job=retry, failed=dict(sorted(failed.items())), resumed=False)
 
 
-def finish_retry(job: ResolvedJob) -> None:
-    """Every part is replaced (or the retry is given up): marks it and deletes its windows, rows and segments."""
+def finish_retry(job: ResolvedJob, *, epoch: int) -> None:
+    """Every part is replaced (or the retry is given up): marks it and deletes its windows, rows and segments.
+
+    `epoch`: of this driver. Raises TakenOver where a later one may be at work on the same retry.
+    """
     layout = job.layout
+    refuse_if_succeeded(layout.output, epoch)
     LocalStore(layout.output).put_if_absent(layout.key(layout.work / "finished"), b"{}")
     for name in ("windows", "prepared", "segments"):
         shutil.rmtree(layout.work / name, ignore_errors=True)

@@ -14,14 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.cluster import tasks
+from batchinfer.cluster.local import LocalWorkers
 from batchinfer.cluster.resume import Committed, load_usable_window
 from batchinfer.cluster.status_writer import StatusWriter
-from batchinfer.cluster.submit import Listener, _driving
+from batchinfer.cluster.submit import Listener, _driving, run_job
 from batchinfer.data.prepared import row_identities
 from batchinfer.data.segments import ResultRow, SegmentName, results_table, write_compacted, write_segment
 from batchinfer.errors import BatchinferError
 from batchinfer.job.cleaning import clean_leftovers
-from batchinfer.job.driver_lock import DriverLock, TakenOver, lock_store
+from batchinfer.job.driver_lock import DriverLock, TakenOver, last_driver, lock_store
 from batchinfer.job.ledger import WindowPlan, load_window
 from batchinfer.job.manifest import freeze_job, save_run
 from batchinfer.job.resolve import resolve_job
@@ -178,9 +179,9 @@ def test_another_drivers_plan_of_other_chunks_is_refused(planned: Planned) -> No
 def test_what_is_left_of_finished_windows_goes_at_the_next_start(planned: Planned) -> None:
     """Killed between the last commit and the cleaning; or a late engine wrote after the cleaning."""
     planned.answer(planned.plan)
-    clean_leftovers(planned.layout, finished=[1])
+    clean_leftovers(planned.layout, finished=[1], epoch=2)
     assert load_window(planned.layout, 0) is not None
-    clean_leftovers(planned.layout, finished=[0])
+    clean_leftovers(planned.layout, finished=[0], epoch=2)
     left = [
         path for path in planned.layout.work.rglob("*") if path.is_file() and path.name.startswith(("w0", "u", "c0"))
     ]
@@ -230,3 +231,20 @@ def test_trouble_of_the_disk_is_one_message_and_a_bug_is_not_hidden_behind_it(pl
             assert caught.value.exit_code == 1
     with pytest.raises(ConnectionResetError), _driving(planned.job, Listener()):
         raise ConnectionResetError(errno.ECONNRESET, "a bug")
+
+
+@pytest.mark.parametrize("call", ["link", "rename"])
+@pytest.mark.parametrize(
+    ("code", "said"), [(errno.ENOSPC, "the same command goes on"), (errno.EACCES, "can't be written to: Permission")]
+)
+def test_trouble_of_the_disk_before_the_old_output_is_aside_is_one_message(
+    planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, said: str
+) -> None:
+    """At the claim, and at the rename: then the claim is given back."""
+    workers = LocalWorkers(num_workers=1, num_threads=1, preload=(), scratch=tmp_path / "scratch", began=0.0)
+    monkeypatch.setattr(os, call, Failing(getattr(os, call), code, at=1))
+    with pytest.raises(BatchinferError, match=said):
+        run_job(planned.job.spec, workers, fresh=True)
+    assert planned.layout.window(0).exists() and [*tmp_path.glob("out*")] == [planned.layout.output]
+    found = last_driver(lock_store(planned.layout.output))
+    assert found is None if call == "link" else found is not None and found.released

@@ -17,7 +17,7 @@ from batchinfer.data.parts import read_footer
 from batchinfer.job import windows as windows_module
 from batchinfer.job.cleaning import clean_leftovers, clean_window
 from batchinfer.job.commit import commit_chunk
-from batchinfer.job.driver_lock import DriverLock, lock_store
+from batchinfer.job.driver_lock import DriverLock, TakenOver, lock_store
 from batchinfer.job.manifest import freeze_job, load_manifest, save_run
 from batchinfer.job.resolve import resolve_job
 from batchinfer.job.verify import verify_job
@@ -82,7 +82,7 @@ def whole_run(shop, epoch) -> None:
     job = resolve_job(shop.spec(sampling={"seed": 1}))
     with DriverLock.claim(lock_store(shop.output)) as lock:
         job = freeze_job(job)
-        clean_leftovers(job.layout)
+        clean_leftovers(job.layout, epoch=lock.epoch)
         shop.run(job, epoch=lock.epoch)
 
 
@@ -171,7 +171,7 @@ def test_cleaning_killed_at_any_point_never_leaves_a_plan_without_its_results(tw
         plan, done = job.layout.window(0), job.layout.window(0).with_suffix(".done")
         whole = job.layout.segments(0).exists() and list(job.layout.segments(0).glob("u*.arrow"))
         assert not plan.exists() or whole
-        clean_leftovers(job.layout)
+        clean_leftovers(job.layout, epoch=1)
         if not plan.exists():
             assert not done.exists() and not job.layout.segments(0).exists()
             assert not list((job.layout.state / "prepared").glob("w0000-*"))
@@ -193,13 +193,26 @@ def test_leftovers_of_the_dead_go_those_of_the_living_stay(shop):
     for path in (mine, dead, foreign, old, folder / "notes.txt"):
         path.write_text("x")
     os.utime(old, (0, 0))
-    clean_leftovers(job.layout)
+    clean_leftovers(job.layout, epoch=1)
     assert sorted(path.name for path in folder.iterdir()) == sorted([mine.name, foreign.name, "notes.txt"])
 
 
 def test_jobs_as_run_by_earlier_drivers_go_since_they_may_hold_keys(shop):
     shop.write("a.parquet", {"prompt": ["a"]})
     job = freeze_job(resolve_job(shop.spec()))
-    path = save_run(job, 1)
-    clean_leftovers(job.layout)
-    assert not path.exists()
+    paths = [save_run(job, epoch) for epoch in (1, 2, 3)]
+    clean_leftovers(job.layout, epoch=2)
+    assert [path.exists() for path in paths] == [False, True, True]
+
+
+def test_a_driver_that_stood_still_before_it_cleans_takes_nothing_from_its_successor(shop):
+    shop.write("a.parquet", {"prompt": ["a"]})
+    job = freeze_job(resolve_job(shop.spec()))
+    for _ in range(2):
+        DriverLock.claim(lock_store(shop.output)).release()
+    run = save_run(job, 2)
+    (window,) = job.windows()
+    shop.plan(job, 0, window.chunks, epoch=2)
+    with pytest.raises(TakenOver):
+        clean_leftovers(job.layout, [0], epoch=1)
+    assert run.exists() and job.layout.window(0).exists()

@@ -55,13 +55,13 @@ def resolved(shop, *overrides):
 
 def run_retry(shop, plan, **options):
     shop.run(plan.job, epoch=5, **options)
-    finish_retry(plan.job)
+    finish_retry(plan.job, epoch=5)
 
 
 def test_retry_runs_retryable_rows_and_touches_no_other(failed):
     before = failed.read()
     parts = {path.name: path.read_bytes() for path in failed.parts()}
-    plan = open_retry(resolved(failed))
+    plan = open_retry(resolved(failed), epoch=5)
     assert plan.failed == {"engine_crash": 1, "non_finite_logits": 1, "prompt_too_long": 1}
     assert plan.num_rows == plan.job.num_rows == 3
     run_retry(failed, plan)
@@ -84,7 +84,7 @@ def test_retry_runs_retryable_rows_and_touches_no_other(failed):
 def test_changed_limit_is_used_and_recorded(failed):
     job = resolved(failed, "engine.max_model_len=256", "sampling.temperature=0.5")
     assert job.overrides == {"engine.max_model_len": 256, "sampling.temperature": 0.5}
-    plan = open_retry(job, "prompt_too_long")
+    plan = open_retry(job, "prompt_too_long", epoch=5)
     assert plan.failed == {"prompt_too_long": 1}
     assert plan.job.max_model_len == 256 and plan.job.sampling.temperature == 0.5
     assert plan.job.engine_config.max_model_len == 256
@@ -103,7 +103,7 @@ def test_changed_limit_is_used_and_recorded(failed):
     }
     assert verify_job(load_manifest(plan.job.layout)).ok
     # A second retry adds its own entry.
-    plan = open_retry(resolved(failed))
+    plan = open_retry(resolved(failed), epoch=5)
     run_retry(failed, plan)
     assert plan.job.retry == 2
     assert [entry["retry"] for entry in read_footer(failed.parts()[0])["retries"]] == [1]
@@ -111,56 +111,56 @@ def test_changed_limit_is_used_and_recorded(failed):
 
 
 def test_the_submit_command_still_finds_its_job(failed):
-    run_retry(failed, open_retry(resolved(failed, "engine.max_model_len=256")))
+    run_retry(failed, open_retry(resolved(failed, "engine.max_model_len=256"), epoch=5))
     job = resolve_job(failed.spec(engine={"max_model_len": 128}, output={"token_ids": True}))
     assert all(part_summary(job, chunk) is not None for window in job.windows() for chunk in window.chunks)
 
 
 def test_a_row_that_fails_again_says_why_now(failed):
-    plan = open_retry(resolved(failed), "engine_crash")
+    plan = open_retry(resolved(failed), "engine_crash", epoch=5)
     run_retry(failed, plan, answer=lambda *_: RowError(ErrorClass.OUT_OF_MEMORY, "now this"))
     assert failed.read()[5]["error"] == {"class": "out_of_memory", "message": "now this"}
     assert verify_job(load_manifest(plan.job.layout)).ok
 
 
 def test_interrupted_retry_goes_on_where_it_was(failed):
-    plan = open_retry(resolved(failed))
+    plan = open_retry(resolved(failed), epoch=5)
     window = plan.job.windows()[0]
     assert [chunk.chunk for chunk in window.chunks] == [0, 1]
     # Planned and answered; of the two parts one is replaced; then the process dies.
     ledger = failed.plan(plan.job, 0, window.chunks)
     failed.answer(plan.job, ledger)
     commit_chunk(plan.job, ledger, window.chunks[0], epoch=5)
-    again = open_retry(resolved(failed))
+    again = open_retry(resolved(failed), epoch=5)
     assert again.resumed and again.job == plan.job
     failed.ran.clear()
     commit_chunk(again.job, ledger, window.chunks[0], epoch=6)
     commit_chunk(again.job, ledger, window.chunks[1], epoch=6)
     assert read_footer(failed.parts()[0])["retries"][0]["epoch"] == 5
-    finish_retry(again.job)
-    assert open_retry(resolved(failed)).job.retry == 2, "the too long row is still there"
+    finish_retry(again.job, epoch=5)
+    assert open_retry(resolved(failed), epoch=5).job.retry == 2, "the too long row is still there"
     # With other settings, an interrupted one is given up.
-    assert open_retry(resolved(failed, "engine.max_model_len=200")).job.retry == 3
+    assert open_retry(resolved(failed, "engine.max_model_len=200"), epoch=5).job.retry == 3
 
 
 def test_nothing_to_retry(shop):
     shop.write("a.parquet", {"prompt": ["a", None]})
     shop.submit()
-    assert open_retry(resolve_job(shop.spec(), retry=True)) is None
+    assert open_retry(resolve_job(shop.spec(), retry=True), epoch=5) is None
 
 
 def test_what_can_not_be_retried_is_said(failed, shop):
     with pytest.raises(ConfigError, match="no such error class; there are invalid_prompt"):
-        open_retry(resolved(failed), "nonsense")
+        open_retry(resolved(failed), "nonsense", epoch=5)
     with pytest.raises(ConfigError, match="wrong in themselves"):
-        open_retry(resolved(failed), "invalid_prompt")
+        open_retry(resolved(failed), "invalid_prompt", epoch=5)
     with pytest.raises(ResumeRefused, match=r"sampling\.n: 1 -> 2"):
         resolved(failed, "sampling.n=2")
     with pytest.raises(ResumeRefused, match=r"input\.prompt"):
         resolved(failed, "input.prompt_column=null", "input.prompt='{prompt}'")
     failed.parts()[1].unlink()
     with pytest.raises(ResumeRefused, match="finish the job"):
-        open_retry(resolved(failed))
+        open_retry(resolved(failed), epoch=5)
 
 
 def test_part_is_never_missing_while_it_is_replaced(failed, monkeypatch):
@@ -178,13 +178,13 @@ def test_part_is_never_missing_while_it_is_replaced(failed, monkeypatch):
             real(source, target, **named)
 
     monkeypatch.setattr(os, "replace", replace)
-    run_retry(failed, open_retry(resolved(failed)))
+    run_retry(failed, open_retry(resolved(failed), epoch=5))
     assert seen == [4, 4, 4, 4]
 
 
 def test_a_driver_that_was_succeeded_replaces_no_part(failed):
     """It may have been stopped between reading the part and replacing it, while others retried the same rows."""
-    plan = open_retry(resolved(failed))
+    plan = open_retry(resolved(failed), epoch=5)
     window = plan.job.windows()[0]
     ledger = failed.plan(plan.job, 0, window.chunks)
     failed.answer(plan.job, ledger)
@@ -200,7 +200,7 @@ def test_a_driver_that_was_succeeded_replaces_no_part(failed):
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_driver_that_stands_still_before_it_replaces_a_part_replaces_nothing_when_it_wakes(failed, monkeypatch, call):
     """Others take over, end the retry and run another one, all between its last look and its last step."""
-    plan = open_retry(resolved(failed))
+    plan = open_retry(resolved(failed), epoch=5)
     window = plan.job.windows()[0]
     ledger = failed.plan(plan.job, 0, window.chunks)
     failed.answer(plan.job, ledger)
@@ -237,10 +237,25 @@ def test_a_fence_leaves_what_the_driver_itself_and_later_ones_write(failed):
 
 
 def test_what_a_kill_left_of_a_finished_retry_goes_with_the_next(failed):
-    plan = open_retry(resolved(failed))
+    plan = open_retry(resolved(failed), epoch=5)
     failed.run(plan.job, epoch=3, clean=False)
     layout = plan.job.layout
     (layout.work / "finished").write_bytes(b"{}")  # and then the process dies
     assert layout.segments(0).exists()
-    open_retry(resolved(failed))
+    open_retry(resolved(failed), epoch=5)
     assert not layout.segments(0).exists() and not layout.window(0).exists()
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_driver_that_was_succeeded_ends_no_retry(failed, given_up):
+    plan = open_retry(resolved(failed), epoch=1)
+    failed.plan(plan.job, 0, plan.job.windows()[0].chunks, epoch=2)
+    for _ in range(2):
+        DriverLock.claim(lock_store(failed.output)).release()
+    with pytest.raises(TakenOver):
+        if given_up:
+            open_retry(resolved(failed, "engine.max_model_len=200"), epoch=1)
+        else:
+            finish_retry(plan.job, epoch=1)
+    assert plan.job.layout.window(0).exists() and not (plan.job.layout.work / "finished").exists()
+    assert open_retry(resolved(failed), epoch=2).resumed
