@@ -64,11 +64,11 @@ class DriverProcess:
 
 
 def _read_claim(claim: bytes) -> tuple[DriverProcess, float]:
-    """Whose it is, and how long its silence is to be waited out. Of a claim that is damaged, a process of which nothing
-    can be known but its silence."""
+    """Whose it is, and how long its silence is to be waited out (earlier versions did not say: as by default). Of a
+    claim that is damaged, a process of which nothing can be known but its silence."""
     try:
         data = json.loads(claim)
-        return DriverProcess(**data["process"]), float(data["takeover_after_s"])
+        return DriverProcess(**data["process"]), float(data.get("takeover_after_s", TAKEOVER_AFTER_S))
     except (ValueError, KeyError, TypeError):
         return DriverProcess("unknown", 0, "unknown", ""), TAKEOVER_AFTER_S
 
@@ -153,8 +153,8 @@ class DriverLock:
     ) -> DriverLock:
         """Becomes the driver. `store` has the output folder as root. Raises ResumeRefused naming host and pid.
 
-        `on_wait` is told once, in a sentence, that and why claiming takes up to half a minute. `takeover_after_s`: how
-        long this driver may be silent before another one takes over.
+        `on_wait` is told once, in a sentence, that and why claiming takes up to as long as the driver found may be
+        silent. `takeover_after_s`: how long this one may be silent before another one takes over.
         """
         process = process or DriverProcess.current()
         while True:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,13 @@ def test_a_driver_is_waited_for_as_long_as_its_own_claim_says(tmp_path):
     with pytest.raises(ResumeRefused, match="no life for 4 s"):
         first.bump()
     assert last_driver(store).takeover_after_s == second.takeover_after_s == 90
+
+
+def test_a_claim_of_an_earlier_version_names_its_process_and_is_waited_for_as_by_default(tmp_path):
+    store = LocalStore(tmp_path)
+    store.put_if_absent("__batchinfer/driver/000001.json", json.dumps({"process": asdict(ELSEWHERE)}).encode())
+    found = last_driver(store)
+    assert (found.process, found.takeover_after_s) == (ELSEWHERE, 30.0)
 
 
 def test_foreign_files_beside_the_lock_do_not_disturb(tmp_path):
