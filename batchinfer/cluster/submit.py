@@ -161,7 +161,12 @@ def resolve_here(
             f"input.path {spec.input.path}: memory:// lies in this process alone, and workers are processes of their "
             "own; give a file, or hand a datasets.Dataset to batchinfer.map"
         )
-    return resolve_job(spec, extend=extend, ignore_existing=ignore_existing, retry=retry)
+    try:
+        return resolve_job(spec, extend=extend, ignore_existing=ignore_existing, retry=retry)
+    except OSError as error:  # indexes of input files are kept in a temporary folder at first
+        if error.errno in _OF_THE_DISK:
+            raise _disk_trouble(error, Path(spec.output.path)) from error
+        raise
 
 
 def _claim(job: ResolvedJob, listener: Listener) -> DriverLock:

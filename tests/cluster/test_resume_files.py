@@ -17,7 +17,7 @@ from batchinfer.cluster import tasks
 from batchinfer.cluster.local import LocalWorkers
 from batchinfer.cluster.resume import Committed, load_usable_window
 from batchinfer.cluster.status_writer import StatusWriter
-from batchinfer.cluster.submit import Listener, _driving, run_job
+from batchinfer.cluster.submit import Listener, _driving, resolve_here, run_job
 from batchinfer.data.prepared import row_identities
 from batchinfer.data.segments import ResultRow, SegmentName, results_table, write_compacted, write_segment
 from batchinfer.errors import BatchinferError
@@ -248,3 +248,21 @@ def test_trouble_of_the_disk_before_the_old_output_is_aside_is_one_message(
     assert planned.layout.window(0).exists() and [*tmp_path.glob("out*")] == [planned.layout.output]
     found = last_driver(lock_store(planned.layout.output))
     assert found is None if call == "link" else found is not None and found.released
+
+
+def test_a_full_disk_while_the_input_is_read_is_one_message_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 3)
+    spec = JobSpec.from_dict(
+        {
+            "model": {"path": "fake://hash?max_model_len=256"},
+            "input": {"path": str(tmp_path / "rows.jsonl"), "prompt": "{text}"},
+            "output": {"path": str(tmp_path / "out")},
+        }
+    )
+    monkeypatch.setattr(os, "fsync", Failing(os.fsync, errno.ENOSPC, at=1))
+    with pytest.raises(BatchinferError, match="No space left.* the same command goes on") as caught:
+        resolve_here(spec)
+    assert caught.value.exit_code == 1
+    assert resolve_here(spec).num_rows == 3
