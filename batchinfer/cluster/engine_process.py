@@ -7,6 +7,7 @@ threads: the loop (owns the engine), the commands (reads leases' rows ahead of t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -219,18 +220,20 @@ def main() -> int:
         report({"t": "failed", "message": str(error), "fatal": True})
         return 2
     except Exception as error:
-        traceback.print_exc()
         # A full disk or a file that can't be read is no row's doing: none must be suspected.
         files = isinstance(error, OSError) or (
             isinstance(error, BatchinferError) and not isinstance(error, EngineError)
         )
         message = f"{type(error).__name__}: {error}"
         report({"t": "failed", "message": message, "fatal": False, "blameless": files})
+        with contextlib.suppress(OSError):  # the log lies on the same disk
+            traceback.print_exc()
         return 1
     return 0
 
 
 if __name__ == "__main__":
     code = main()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     os._exit(code)  # threads may be reading or inside a kernel: nothing is left to tidy up

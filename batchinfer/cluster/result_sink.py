@@ -60,6 +60,9 @@ class ResultSink:
         self._num_gathered += 1
 
     def flush_if_due(self) -> None:
+        """Raises what went wrong with an earlier write: an engine that has nothing left to run must hear of it here."""
+        if self.error is not None:
+            raise self.error
         if not self._num_gathered:
             return
         now = time.monotonic()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +130,27 @@ def test_a_lease_ends_with_durable_rows_and_a_second_one_runs_nothing(tmp_path: 
     assert not feed.busy
     feed.close()
     assert [message["t"] for message in shop.said] == ["done"]
+
+
+def test_an_idle_engine_hears_that_its_last_results_were_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row has ended and nothing is left to run: if nobody asked, the lease would stay open for good."""
+
+    def full(*_: object, **__: object) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    shop = Workshop(tmp_path, [f"row {i}" for i in range(5)])
+    feed = shop.feed()
+    for number, unit in enumerate(shop.plan.units):
+        feed.add(shop.lease(number, unit.unit, 0, unit.num_rows))
+    monkeypatch.setattr("batchinfer.cluster.result_sink.write_segment", full)
+    with pytest.raises(OSError, match="No space left"):
+        run_to_end(feed)
+        while True:  # as the engine process does while it has nothing to do
+            feed.sink.flush_if_due()
+            time.sleep(0.01)
+    assert not shop.kinds("done") and not shop.kinds("progress")
 
 
 def test_a_unit_with_missing_rows_is_not_compacted(tmp_path: Path) -> None:

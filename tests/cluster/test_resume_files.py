@@ -262,7 +262,7 @@ def test_a_full_disk_while_the_input_is_read_is_one_message_too(
         }
     )
     monkeypatch.setattr(os, "fsync", Failing(os.fsync, errno.ENOSPC, at=1))
-    with pytest.raises(BatchinferError, match="No space left.* the same command goes on") as caught:
+    with pytest.raises(BatchinferError, match=r"No space left.* the same command goes on") as caught:
         resolve_here(spec)
     assert caught.value.exit_code == 1
     assert resolve_here(spec).num_rows == 3
