@@ -270,6 +270,7 @@ def cut_files(round_: Round) -> bool:
     chosen = [path for path in chosen if path.exists() and not (round_.retried and path.name.startswith("part-"))]
     for path in chosen:
         _cut(round_, path)
+    round_.driver = None  # it may have finished: now there is something to do again
     return bool(chosen)
 
 
