@@ -9,9 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +20,7 @@ import pytest
 from batchinfer.job.layout import JobLayout
 from batchinfer.job.status import JobStatus, write_status
 from batchinfer.testing.faults import inside
-from batchinfer.testing.faults.campaign import in_turn
+from batchinfer.testing.faults.campaign import Plan, _Jobs, in_turn
 from batchinfer.testing.faults.jobs import CampaignJob, make_job
 from batchinfer.testing.faults.kinds import KINDS
 from batchinfer.testing.faults.rounds import Calm, Round, Verdict, rows_run_again, run_calm
@@ -60,7 +60,8 @@ def round_(calm: tuple[Path, Calm], tmp_path: Path) -> Iterator[Round]:
     place, _ = calm
     job = CampaignJob(folder=place, settings={}, num_rows=40, step_delay_ms=0, retryable=False)
     made = Round(0, job, 0, tmp_path / "round", draw=random.Random(0), limit_s=60, next_site=str)
-    shutil.copytree(place / "calm" / "out", made.output)
+    shutil.copytree(place / "calm" / "out", tmp_path / "copy")
+    (tmp_path / "copy").rename(made.output)  # at once: the round's reader looks already
     yield made
     made.close()
 
@@ -141,17 +142,17 @@ def harm(tmp_path: Path, mode: str) -> dict[str, object]:
 
 
 def write(layout: JobLayout, number: int) -> str:
-    begin = time.monotonic()
     try:
         write_status(layout, JobStatus(name=str(number), state="running", rows_total=1))
     except OSError as error:
         return "failed" if "injected" in str(error) else str(error)
-    return "slow" if time.monotonic() - begin > 0.9 else "good"
+    return "good"
 
 
 @pytest.mark.parametrize("mode", [mode for mode in inside.MODES if mode != "torn_kill"])
 def test_a_file_fault_does_its_harm_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    monkeypatch.setattr(inside, "SLOW_S", 1.0)
+    slept: list[float] = []
+    monkeypatch.setattr(inside, "time", SimpleNamespace(sleep=slept.append))
     for name in inside.CALLS:
         monkeypatch.setattr(os, name, getattr(os, name))  # to be restored
     plan = tmp_path / "plan.json"
@@ -159,8 +160,11 @@ def test_a_file_fault_does_its_harm_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(inside.VARIABLE, str(plan))
     inside.arm()
     layout = JobLayout(tmp_path / "out")
-    second = {"slow": "slow", "stale": "good"}.get(mode, "failed")
-    assert [write(layout, number) for number in range(4)] == ["good", second, "good", "good"]
+    second = "good" if mode in ("slow", "stale") else "failed"
+    found = [(write(layout, number), len(slept)) for number in range(4)]
+    assert [outcome for outcome, _ in found] == ["good", second, "good", "good"]
+    assert [count for _, count in found] == ([0, 1, 1, 1] if mode == "slow" else [0] * 4)
+    assert slept == [inside.SLOW_S] * (mode == "slow")
     assert (tmp_path / "done").exists()
     assert not [*layout.state.glob(".tmp-*")]
 
@@ -186,3 +190,17 @@ def test_every_kind_comes_round_and_files_more_often() -> None:
     order = in_turn(list(KINDS))
     assert set(order) == set(KINDS) and order.count("file_fault") >= len(KINDS) // 2 - 1
     assert in_turn(["kill_all"]) == ["kill_all"] and in_turn(["file_fault"]) == ["file_fault"]
+
+
+def test_a_campaign_that_is_ended_reaches_every_round_though_they_leave_meanwhile(tmp_path: Path) -> None:
+    jobs = _Jobs(Plan(rounds=3, seed=0), tmp_path)
+    expired: list[Leaving] = []
+
+    class Leaving:
+        def expire(self) -> None:
+            expired.append(self)
+            jobs.rounds.remove(self)  # type: ignore[arg-type]
+
+    jobs.rounds = [Leaving(), Leaving(), Leaving()]  # type: ignore[list-item]
+    jobs.abandon()
+    assert len(expired) == 3

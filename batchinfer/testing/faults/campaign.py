@@ -71,7 +71,7 @@ class _Jobs:
 
     def abandon(self) -> None:
         """Ends all rounds: they find that their time is over."""
-        for round_ in self.rounds:
+        for round_ in list(self.rounds):  # they leave the list meanwhile, in their threads
             round_.expire()
         for processes in list(Processes.all):
             processes.end_all()
