@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.job.driver_lock import DriverLock, lock_store
 from batchinfer.job.layout import JobLayout
 from batchinfer.job.status import JobStatus, write_status
 from batchinfer.testing.faults import inside
@@ -43,39 +45,38 @@ def test_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Calm]:
-    """A job's folder and its undisturbed run, with several parts."""
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[CampaignJob, Calm]:
+    """A job and its undisturbed run, with several parts."""
     folder = tmp_path_factory.mktemp("campaign")
     for seed in range(100):
         place = folder / str(seed)
         job = make_job(place, seed, rows=40)
         if len([*(place / "input").iterdir()]) == 5:
-            return place, run_calm(job, place / "calm", retried=False)
+            return job, run_calm(job, place / "calm", retried=False)
     raise AssertionError("no job with five files")
 
 
 @pytest.fixture
-def round_(calm: tuple[Path, Calm], tmp_path: Path) -> Iterator[Round]:
+def round_(calm: tuple[CampaignJob, Calm], tmp_path: Path) -> Iterator[Round]:
     """A round whose output is the undisturbed one's, to be harmed."""
-    place, _ = calm
-    job = CampaignJob(folder=place, settings={}, num_rows=40, step_delay_ms=0, retryable=False)
+    job = replace(calm[0], step_delay_ms=0)  # as it was run: it stands in the model's name
     made = Round(0, job, 0, tmp_path / "round", draw=random.Random(0), limit_s=60, next_site=str)
-    shutil.copytree(place / "calm" / "out", tmp_path / "copy")
+    shutil.copytree(job.folder / "calm" / "out", tmp_path / "copy")
     (tmp_path / "copy").rename(made.output)  # at once: the round's reader looks already
     yield made
     made.close()
 
 
-def judged(round_: Round, calm: tuple[Path, Calm]) -> Verdict:
+def judged(round_: Round, calm: tuple[CampaignJob, Calm]) -> Verdict:
     return round_.judge(calm[1])
 
 
-def test_an_unharmed_output_passes(round_: Round, calm: tuple[Path, Calm]) -> None:
+def test_an_unharmed_output_passes(round_: Round, calm: tuple[CampaignJob, Calm]) -> None:
     verdict = judged(round_, calm)
     assert verdict.ok and verdict.looks > 0, verdict
 
 
-def test_a_lost_part_is_seen(round_: Round, calm: tuple[Path, Calm]) -> None:
+def test_a_lost_part_is_seen(round_: Round, calm: tuple[CampaignJob, Calm]) -> None:
     part = sorted(round_.output.glob("part-*"))[1]
     rows = pq.read_metadata(part).num_rows
     part.unlink()
@@ -84,7 +85,7 @@ def test_a_lost_part_is_seen(round_: Round, calm: tuple[Path, Calm]) -> None:
     assert any("not there" in text for text in verdict.problems)
 
 
-def test_doubled_rows_are_seen_by_the_count_and_by_the_reader(round_: Round, calm: tuple[Path, Calm]) -> None:
+def test_doubled_rows_are_seen_by_the_count_and_by_the_reader(round_: Round, calm: tuple[CampaignJob, Calm]) -> None:
     part = sorted(round_.output.glob("part-*"))[1]
     shutil.copy(part, part.with_name("part-00099-00000.parquet"))
     verdict = judged(round_, calm)
@@ -92,7 +93,7 @@ def test_doubled_rows_are_seen_by_the_count_and_by_the_reader(round_: Round, cal
     assert any("a reader found rows of" in text for text in verdict.problems)
 
 
-def test_another_completion_is_seen(round_: Round, calm: tuple[Path, Calm]) -> None:
+def test_another_completion_is_seen(round_: Round, calm: tuple[CampaignJob, Calm]) -> None:
     part = sorted(round_.output.glob("part-*"))[0]
     table = pq.read_table(part)
     column = table.schema.get_field_index("prompt_tokens")
@@ -110,7 +111,7 @@ def test_a_torn_part_is_seen_by_the_reader(round_: Round) -> None:
     assert [text for text in round_.reader.problems if part.name in text]
 
 
-def test_what_is_left_lying_and_other_exit_codes_are_seen(round_: Round, calm: tuple[Path, Calm]) -> None:
+def test_what_is_left_lying_and_other_exit_codes_are_seen(round_: Round, calm: tuple[CampaignJob, Calm]) -> None:
     folder = round_.layout.segments(0)
     folder.mkdir(parents=True)
     (folder / "u00000-e000001-l000000-0000.arrow").write_bytes(b"")
@@ -118,6 +119,51 @@ def test_what_is_left_lying_and_other_exit_codes_are_seen(round_: Round, calm: t
     verdict = judged(round_, calm)
     assert any("files left" in text for text in verdict.problems)
     assert any("exit code 2" in text for text in verdict.problems)
+
+
+def lay(round_: Round, name: str) -> Path:
+    path = round_.layout.state / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"")
+    return path
+
+
+LATE = "segments/w0000/u00000-e000001-l000000-0000.arrow"
+
+
+def test_what_earlier_drivers_and_the_killed_left_goes_with_the_next_command(
+    round_: Round, calm: tuple[CampaignJob, Calm]
+) -> None:
+    DriverLock.claim(lock_store(round_.output)).release()
+    dead = f"{round_.layout.temporary('').name.partition('~')[0]}~{2**22 + 5}~0~part-00000-00000.parquet"
+    paths = [lay(round_, name) for name in (LATE, "prepared/w0000-e000001/u00000.arrow", f"tmp/{dead}")]
+    verdict = judged(round_, calm)
+    assert verdict.ok and verdict.starts == 1, verdict
+    assert not any(path.exists() for path in paths)
+
+
+@pytest.mark.parametrize(
+    "name", ["windows/w0000.json", "segments/w0000/u00000.arrow", LATE.replace("e000001", "e000002")]
+)
+@pytest.mark.parametrize("retried", [False, True])
+def test_a_window_that_was_not_cleaned_is_seen_though_the_next_command_cleans_it(
+    round_: Round, calm: tuple[CampaignJob, Calm], name: str, retried: bool
+) -> None:
+    DriverLock.claim(lock_store(round_.output)).release()
+    path = lay(round_, name)
+    if retried:
+        round_.begin_retry()
+    verdict = judged(round_, calm)
+    assert any(text.startswith("1 files left, as") and name in text for text in verdict.problems)
+    assert not path.exists()
+
+
+def test_a_next_command_that_fails_is_seen(round_: Round, calm: tuple[CampaignJob, Calm]) -> None:
+    DriverLock.claim(lock_store(round_.output)).release()
+    lay(round_, LATE)
+    round_.path.write_text("{}")
+    verdict = judged(round_, calm)
+    assert any("submit ends with exit code 2" in text for text in verdict.problems)
 
 
 def test_rows_that_ran_though_they_were_durable_are_counted(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,9 @@ import pyarrow as pa
 
 from batchinfer.cluster.lifecycle import in_thread
 from batchinfer.cluster.trace import VARIABLE
+from batchinfer.data.fs import is_temp
 from batchinfer.data.parts import read_footer
+from batchinfer.job.driver_lock import last_driver, lock_store
 from batchinfer.job.layout import JobLayout
 from batchinfer.job.manifest import load_manifest
 from batchinfer.job.verify import verify_job
@@ -34,6 +37,7 @@ FINISHED = (0, 3)
 MAX_STARTS = 12
 LEAVE_S = 15.0  # how long processes may take to be gone after a job's end
 Identity = tuple[str, int]
+_EPOCH = re.compile(r"-e(\d{6,})(?=[-.]|$)")
 
 
 class Hang(Exception):
@@ -290,7 +294,7 @@ class Round:
             again, runs = rows_run_again(trace)
             verdict.again += len(again)
             verdict.runs += runs
-        self._look_for_leftovers()
+        self._look_for_leftovers(calm.code)
         verdict.seconds = awake() - self._begin
         return verdict
 
@@ -329,16 +333,31 @@ class Round:
         if self.disk is not None:
             self.disk.close(keep=not self.verdict.ok)
 
-    def _look_for_leftovers(self) -> None:
-        """What an engine of an earlier driver wrote after the job's end goes with the next command."""
-        if self._lying():
-            self.wait_exit(self.start())
+    def _look_for_leftovers(self, code: int) -> None:
+        """Windows have gone with their last part. What processes of an earlier driver wrote after the job's end, and
+        what killed ones were writing, goes with the next command, which says the same as the last."""
+        lying = self._lying()
+        driver = last_driver(lock_store(self.output))
+        epoch = 0 if driver is None else driver.epoch
+        if left := [path for path in lying if not _may_lie(path, epoch)]:
+            self.problem(f"{len(left)} files left, as {self._named(left)}")
+        if not lying:
+            return
+        # A retry does not look after the job's own files, nor a submit after a retry's.
+        for command in dict.fromkeys([self.command, ("submit", str(self.path))]):
+            self.command = command
+            if (found := self.wait_exit(self.start())) != code:
+                self.problem(f"once more after the end, {command[0]} ends with exit code {found} instead of {code}")
         if lying := self._lying():
-            self.problem(f"{len(lying)} files left, as {lying[:3]}")
+            self.problem(f"{len(lying)} files left by the next command too, as {self._named(lying)}")
 
-    def _lying(self) -> list[str]:
-        folders = {self.work / name for name in ("windows", "prepared", "segments")} | {self.layout.state / "tmp"}
-        return sorted(str(path.relative_to(self.output)) for folder in folders for path in folder.rglob("*"))
+    def _lying(self) -> list[Path]:
+        works = [self.layout.work, *self.layout.retries.glob("r*")]
+        folders = [work / name for work in works for name in ("windows", "prepared", "segments")]
+        return sorted(path for folder in (*folders, self.layout.state / "tmp") for path in folder.rglob("*"))
+
+    def _named(self, paths: list[Path]) -> list[str]:
+        return [str(path.relative_to(self.output)) for path in paths[:3]]
 
 
 class SmallDisk:
@@ -386,6 +405,15 @@ class SmallDisk:
         if keep:
             shutil.copytree(self.place, self.place.with_name("disk-as-it-was"))
         subprocess.run(["umount", "--lazy", self.place], check=True)
+
+
+def _may_lie(path: Path, epoch: int) -> bool:
+    """Whether what lies there after the end may be from before the driver of `epoch`, or half written by a killed
+    process. Folders are judged by what is in them."""
+    if path.parent.name == "tmp" or is_temp(path.name) or (path.is_dir() and any(path.iterdir())):
+        return True
+    epochs = [int(found) for name in (path.name, path.parent.name) for found in _EPOCH.findall(name)]
+    return bool(epochs) and min(epochs) < epoch
 
 
 def _without_causes_of_death(table: pa.Table) -> pa.Table:
