@@ -75,7 +75,7 @@ def commit_chunk(job: ResolvedJob, plan: WindowPlan, chunk: Chunk, *, epoch: int
         results = merge_tables([(None, again), (None, read_part_results(target, chunk.chunk))])
     elif was_there and part_summary(job, chunk) is None:  # not one that another driver has just published
         refuse_if_succeeded(layout.output, epoch)
-        move_broken_aside(job, target)
+        move_broken_aside(job, chunk)
     # A replacement says whose it is, so that a later driver can take it away before it is in place.
     tmp = layout.replacement(chunk.part, epoch) if job.retry is not None else layout.temporary(chunk.part)
     tmp.parent.mkdir(parents=True, exist_ok=True)
@@ -240,11 +240,23 @@ def _summary_of(footer: Mapping[str, Any], chunk: Chunk, path: Path) -> CommitSu
     )
 
 
-def move_broken_aside(job: ResolvedJob, path: Path) -> Path:
-    """A broken part is kept for a look, out of readers' sight, and its name is free again."""
-    target = job.layout.state / "broken" / job.layout.temporary(path.name).name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # another attempt was faster
-        path.rename(target)
-    log.warning("part %s is moved aside to %s", path.name, target)
-    return target
+def move_broken_aside(job: ResolvedJob, chunk: Chunk) -> None:
+    """A broken part is kept for a look, out of readers' sight, and its name is free again.
+
+    It is looked at once more where nobody else moves it: if this process stood still after its last look, a later
+    driver may have published a good one under the name, which then gets it back.
+    """
+    path = job.layout.output / chunk.part
+    aside = job.layout.state / "broken" / job.layout.temporary(path.name).name
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.rename(aside)
+    except FileNotFoundError:  # another attempt was faster
+        return
+    try:
+        _summary_of(read_footer(aside), chunk, aside)
+    except (BrokenPart, KeyError):
+        log.warning("part %s is moved aside to %s", path.name, aside)
+        return
+    publish_file(aside, path)
+    log.warning("part %s is whole by now, and stays", path.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from batchinfer.data.prepared import read_prepared
 from batchinfer.errors import BatchinferError, InputError, ResumeRefused
 from batchinfer.job import windows as windows_module
 from batchinfer.job.commit import commit_chunk, part_summary
+from batchinfer.job.driver_lock import DriverLock, lock_store
 from batchinfer.job.ledger import load_window, window_to_json
 from batchinfer.job.manifest import freeze_job, load_manifest, load_run, save_run
 from batchinfer.job.planner import prepare_chunk
@@ -250,6 +252,33 @@ def test_a_part_cut_short_is_named_moved_aside_and_written_again(shop, cut, capl
     assert verify_job(job).ok
     assert len(list((job.layout.state / "broken").iterdir())) == 1
     assert pyarrow.dataset.dataset(shop.output).count_rows() == 2
+
+
+def test_a_driver_that_stands_still_before_it_moves_a_broken_part_leaves_its_successors_good_one(shop, monkeypatch):
+    shop.write("a.parquet", {"prompt": ["a", "b"]})
+    job = freeze_job(resolve_job(shop.spec()))
+    ((chunk,),) = (window.chunks for window in job.windows())
+    plan = shop.plan(job, 0, [chunk])
+    shop.answer(job, plan)
+    part = shop.output / chunk.part
+    part.write_bytes(b"cut")
+    first = DriverLock.claim(lock_store(shop.output))
+    first.release()
+    real = os.rename
+    later = []
+
+    def stand_still(source, target, **named):
+        if not later and str(source) == str(part):
+            with DriverLock.claim(lock_store(shop.output)) as lock:
+                later.append(lock.epoch)
+                later.append(commit_chunk(job, plan, chunk, epoch=lock.epoch))
+        return real(source, target, **named)
+
+    monkeypatch.setattr(os, "rename", stand_still)
+    assert not commit_chunk(job, plan, chunk, epoch=first.epoch).fresh
+    assert later[1].fresh and read_footer(part)["epoch"] == later[0] == 2
+    (broken,) = (job.layout.state / "broken").iterdir()
+    assert broken.read_bytes() == b"cut"
 
 
 def test_part_of_another_job_is_never_overwritten(shop):
