@@ -116,6 +116,7 @@ def test_what_is_left_lying_and_other_exit_codes_are_seen(round_: Round, calm: t
     folder.mkdir(parents=True)
     (folder / "u00000-e000001-l000000-0000.arrow").write_bytes(b"")
     round_.driver = round_.processes.start("submit", "nowhere.yaml")
+    round_.driver.wait(60)
     verdict = judged(round_, calm)
     assert any("files left" in text for text in verdict.problems)
     assert any("exit code 2" in text for text in verdict.problems)
