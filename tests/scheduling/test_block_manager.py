@@ -9,12 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batchinfer.scheduling import BlockManager, PrefixChain
+from batchinfer.scheduling import BlockManager, PrefixChain, block_manager
 from batchinfer.scheduling.branches import run_of
 from batchinfer.scheduling.wanted import Wanted
 from batchinfer.types.step import KVGroup
 
 SIZE = 4
+MAX_IDLE = block_manager.MAX_IDLE
 
 
 def manager_of(num_blocks: int, wanted: Wanted | None = None) -> BlockManager:
@@ -173,6 +174,25 @@ def test_a_chain_holds_full_blocks_only(length: int) -> None:
     assert len(chain.keys) == len(chain.hashes) == length // SIZE
 
 
+def test_beyond_so_many_idle_blocks_the_oldest_that_nobody_wants_go_before_free_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_manager, "MAX_IDLE", 2)
+    wanted = Wanted()
+    manager = manager_of(16, wanted)
+    kept, oldest, newest = ([n] * (2 * SIZE) for n in (1, 2, 3))
+    for filled in [fill(manager, tokens) for tokens in (kept, oldest, newest)]:
+        manager.release(filled)
+    wanted.note(0, chain_of(kept).hashes)
+    assert manager.num_evictions == 0
+    table: list[int] = []
+    manager.allocate(3, table)
+    assert manager.num_evictions == 2
+    manager.check([table])
+    found = [len(manager.match(chain_of(tokens), 2)) for tokens in (kept, oldest, newest)]
+    assert found == [2, 0, 2]
+
+
 class Blocks(RuleBasedStateMachine):
     """Sequences over few tokens come, grow, publish and go in any order, over too few blocks."""
 
@@ -183,9 +203,13 @@ class Blocks(RuleBasedStateMachine):
         self.live: list[tuple[list[int], PrefixChain, list[int]]] = []
         self.content: dict[int, list[int]] = {}  # block -> the whole prefix that it was last published with
 
-    @initialize(at_once=st.integers(1, 5))
-    def evict(self, at_once: int) -> None:
+    @initialize(at_once=st.integers(1, 5), most_idle=st.sampled_from([0, 1, 3, MAX_IDLE]))
+    def evict(self, at_once: int, most_idle: int) -> None:
         self.manager._at_once = at_once
+        block_manager.MAX_IDLE = most_idle
+
+    def teardown(self) -> None:
+        block_manager.MAX_IDLE = MAX_IDLE
 
     @rule(seed=st.integers(0, 6), length=st.integers(1, 16), seq_id=st.integers(0, 3))
     def want(self, seed: int, length: int, seq_id: int) -> None:
