@@ -168,8 +168,9 @@ class ResolvedJob:
 
         Of a retry: the chunks that own rows to run again, in windows of the retry's own.
         """
-        windows = cut_windows(self.file_shapes())
-        return windows if self.retry is None else retry_windows(windows, retry_rows(self.layout))
+        most = self.semantic.get("input.window_rows")
+        windows = cut_windows(self.file_shapes(), most)
+        return windows if self.retry is None else retry_windows(windows, retry_rows(self.layout), most)
 
     @property
     def num_rows(self) -> int:

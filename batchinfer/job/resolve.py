@@ -235,6 +235,8 @@ def _resolve_values(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic) ->
     for name in ("prompt", "prompt_column", "messages_column", "messages", "tools_column", "chat_template_kwargs"):
         put(f"input.{name}", getattr(spec.input, name), _written(spec.input, name))
     put("input.control_tokens", spec.input.control_tokens, _written(spec.input, "control_tokens"))
+    if spec.input.window_rows is not None:  # not among the settings of jobs that leave it out: older ones have none
+        put("input.window_rows", spec.input.window_rows, "user")
     put("input.sampling_columns", dict(spec.input.sampling_columns), _written(spec.input, "sampling_columns"))
     put("input.chat_template", spec.input.chat_template, "user" if spec.input.chat_template else "model")
     put("input.now", datetime.now().astimezone().isoformat(timespec="seconds"), "drawn")

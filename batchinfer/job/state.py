@@ -261,7 +261,8 @@ class JobState:
 
     def _on_unit_finished(self, event: ev.UnitFinished, out: list[Instruction]) -> None:
         window = self._windows.get(event.window)
-        self._tasks.pop(ev.FinishUnit(event.window, event.unit), None)
+        if self._tasks.pop(ev.FinishUnit(event.window, event.unit), None) is None:
+            return  # told before: the unit may be running again by now
         unit = window.units.get(event.unit) if window else None
         if window is None or unit is None or unit.finished:
             return

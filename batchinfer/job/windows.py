@@ -71,14 +71,15 @@ class Window:
         return sum(chunk.num_rows for chunk in self.chunks)
 
 
-def cut_windows(files: Sequence[FileShape]) -> tuple[Window, ...]:
+def cut_windows(files: Sequence[FileShape], max_rows: int | None = None) -> tuple[Window, ...]:
     """All windows of the job. Every row is in exactly one chunk and every chunk in exactly one window.
 
     The first window holds about 16,384 rows, each next one twice as many up to 262,144 rows or 128 MiB of text,
-    at least one row. A chunk never crosses a file or a window; a file without rows gets one empty chunk, so that
-    its part says that it was read. Where less than a quarter of the room would be left over in a file, it is taken
-    along rather than left as a sliver.
+    at least one row; with `max_rows` no more than so many. A chunk never crosses a file or a window; a file without
+    rows gets one empty chunk, so that its part says that it was read. Where less than a quarter of the room would be
+    left over in a file, it is taken along rather than left as a sliver.
     """
+    most = MAX_WINDOW_ROWS if max_rows is None else min(max_rows, MAX_WINDOW_ROWS)
     windows: list[Window] = []
     current: list[Chunk] = []
     rows, text, next_chunk = 0, 0.0, 0
@@ -93,7 +94,7 @@ def cut_windows(files: Sequence[FileShape]) -> tuple[Window, ...]:
         for shape in sorted((s for s in files if s.generation == generation), key=lambda s: s.index):
             start, in_file = 0, 0
             while start < shape.num_rows or in_file == 0:
-                limit = min(FIRST_WINDOW_ROWS << min(len(windows), 16), MAX_WINDOW_ROWS)
+                limit = min(FIRST_WINDOW_ROWS << min(len(windows), 16), most)
                 left = shape.num_rows - start
                 room = min(limit - rows, _rows_within(MAX_WINDOW_TEXT_BYTES - text, shape.text_bytes, shape.num_rows))
                 if (current and room < min(left, max(1, limit // 16))) or len(current) >= MAX_WINDOW_CHUNKS:
@@ -122,15 +123,18 @@ def _rows_within(room_bytes: float, total_bytes: int, num_rows: int) -> int:
     return max(0, int(room_bytes * num_rows / total_bytes))
 
 
-def retry_windows(windows: Sequence[Window], rows: Mapping[int, Sequence[int]]) -> tuple[Window, ...]:
-    """The chunks that own rows to be retried, unchanged, in windows of at most about 262,144 such rows."""
+def retry_windows(
+    windows: Sequence[Window], rows: Mapping[int, Sequence[int]], max_rows: int | None = None
+) -> tuple[Window, ...]:
+    """The chunks that own rows to be retried, unchanged, in windows of about 262,144 such rows, or `max_rows`."""
+    most = MAX_WINDOW_ROWS if max_rows is None else min(max_rows, MAX_WINDOW_ROWS)
     found: list[Window] = []
     current: list[Chunk] = []
     count = 0
     for chunk in (chunk for window in windows for chunk in window.chunks if rows.get(chunk.chunk)):
         current.append(chunk)
         count += len(rows[chunk.chunk])
-        if count >= MAX_WINDOW_ROWS or len(current) >= MAX_WINDOW_CHUNKS:
+        if count >= most or len(current) >= MAX_WINDOW_CHUNKS:
             found.append(Window(window=len(found), chunks=tuple(current)))
             current, count = [], 0
     if current:

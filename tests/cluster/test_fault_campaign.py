@@ -93,6 +93,16 @@ def test_doubled_rows_are_seen_by_the_count_and_by_the_reader(round_: Round, cal
     assert any("a reader found rows of" in text for text in verdict.problems)
 
 
+def test_duckdb_sees_what_its_own_glob_takes(round_: Round, calm: tuple[CampaignJob, Calm]) -> None:
+    """Hidden files too, which other readers leave alone: whatever ends like a part is data to it."""
+    part = sorted(round_.output.glob("part-*"))[1]
+    shutil.copy(part, part.with_name(".hidden.parquet"))
+    assert len(round_.reader.ask_duckdb()) == min(3, pq.read_metadata(part).num_rows)
+    part.with_name(".hidden.parquet").write_bytes(b"PAR1")
+    (problem,) = round_.reader.ask_duckdb()
+    assert problem.startswith("DuckDB can't read")
+
+
 def test_another_completion_is_seen(round_: Round, calm: tuple[CampaignJob, Calm]) -> None:
     part = sorted(round_.output.glob("part-*"))[0]
     table = pq.read_table(part)
@@ -120,6 +130,13 @@ def test_what_is_left_lying_and_other_exit_codes_are_seen(round_: Round, calm: t
     verdict = judged(round_, calm)
     assert any("files left" in text for text in verdict.problems)
     assert any("exit code 2" in text for text in verdict.problems)
+
+
+def test_some_jobs_have_several_windows(tmp_path: Path) -> None:
+    jobs = [make_job(tmp_path / str(seed), seed, rows=60) for seed in range(12)]
+    assert {job.several_windows for job in jobs} == {True, False}
+    for job in jobs:
+        assert ("window_rows" in job.settings["input"]) == job.several_windows
 
 
 def lay(round_: Round, name: str) -> Path:
@@ -196,7 +213,7 @@ def write(layout: JobLayout, number: int) -> str:
     return "good"
 
 
-@pytest.mark.parametrize("mode", [mode for mode in inside.MODES if mode != "torn_kill"])
+@pytest.mark.parametrize("mode", [mode for mode in inside.MODES if not mode.endswith("kill")])
 def test_a_file_fault_does_its_harm_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     slept: list[float] = []
     monkeypatch.setattr(inside, "time", SimpleNamespace(sleep=slept.append))
@@ -216,7 +233,8 @@ def test_a_file_fault_does_its_harm_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert not [*layout.state.glob(".tmp-*")]
 
 
-def test_a_torn_write_and_a_kill_reach_every_process_of_the_environment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["kill", "torn_kill"])
+def test_a_torn_write_and_a_kill_reach_every_process_of_the_environment(tmp_path: Path, mode: str) -> None:
     out = tmp_path / "out"
     code = (
         "from pathlib import Path; from batchinfer.job.layout import JobLayout\n"
@@ -224,13 +242,13 @@ def test_a_torn_write_and_a_kill_reach_every_process_of_the_environment(tmp_path
         f"for number in range(4): write_status(JobLayout(Path({str(out)!r})), "
         "JobStatus(name=str(number), state='running', rows_total=1))\n"
     )
-    more = inside.environment(tmp_path / "faults", harm(tmp_path, "torn_kill"))
+    more = inside.environment(tmp_path / "faults", harm(tmp_path, mode))
     run = subprocess.run([sys.executable, "-c", code], env=os.environ | more, capture_output=True)
     assert run.returncode == -signal.SIGKILL, run.stderr
     whole = JobLayout(out).status.read_bytes()
     assert json.loads(whole)["name"] == "0"
     (torn,) = JobLayout(out).state.glob(".tmp-*")
-    assert 0 < torn.stat().st_size < len(whole)
+    assert 0 < torn.stat().st_size < len(whole) or (mode == "kill" and torn.stat().st_size == len(whole))
 
 
 def test_every_kind_comes_round_and_files_more_often() -> None:

@@ -82,6 +82,7 @@ def test_deleted_file(half_done):
         ({"input": {"prompt_column": None, "prompt": "Q {prompt}"}}, 'input.prompt: null -> "Q {prompt}"'),
         ({"output": {"token_ids": True}}, "output.token_ids: false -> true"),
         ({"input": {"limit": 60}}, "f2.parquet gave 25 rows before, 10 now"),
+        ({"input": {"window_rows": 10}}, "input.window_rows: null -> 10"),
     ],
 )
 def test_changed_settings_are_refused_by_name(half_done, sections, named):

@@ -218,6 +218,7 @@ def test_a_unit_with_lost_results_is_run_again_and_then_given_up_loudly() -> Non
     drive = running(4, limits=Limits(unit_tries=2))
     drive(ev.LeaseDone("w0", 0))
     assert drive(ev.UnitFinished(0, 0, 2, Tally())) == [ev.GrantLease("w0", 1, Piece(0, 0, 0, 4))]
+    assert drive(ev.UnitFinished(0, 0, 2, Tally())) == []  # told twice: it runs again once
     drive(ev.LeaseDone("w0", 1))
     drive(ev.UnitFinished(0, 0, 2, Tally()))
     (end,) = drive(ev.EngineStopped("w0"))

@@ -12,6 +12,7 @@ from batchinfer.job.windows import (
     MAX_WINDOW_ROWS,
     FileShape,
     cut_windows,
+    retry_windows,
 )
 
 sizes = st.lists(st.integers(0, 300_000), min_size=1, max_size=12)
@@ -58,6 +59,20 @@ def test_sizes_are_bounded(counts, row_bytes, text_bytes):
             assert window.num_rows * text_bytes <= 128 * 2**20 * 1.25 + text_bytes
         for chunk in window.chunks:
             assert chunk.num_rows <= 1 or chunk.num_rows * row_bytes <= 256 * 2**20
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, weights, st.integers(1_000, 400_000))
+def test_windows_can_be_made_smaller(counts, text_bytes, most):
+    windows = cut_windows(shapes(counts, text_bytes=text_bytes), most)
+    assert sum(window.num_rows for window in windows) == sum(counts)
+    assert all(window.num_rows <= most * 1.25 for window in windows)
+    if most >= MAX_WINDOW_ROWS:
+        assert windows == cut_windows(shapes(counts, text_bytes=text_bytes))
+    failed = {chunk.chunk: range(chunk.num_rows) for window in windows for chunk in window.chunks}
+    again = retry_windows(windows, failed, most)
+    assert [c for w in again for c in w.chunks] == [c for w in windows for c in w.chunks if c.num_rows]
+    assert all(sum(chunk.num_rows for chunk in window.chunks[:-1]) < most for window in again)
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,7 +10,8 @@ file that BATCHINFER_FILE_FAULTS names:
 A site is a call and the function of batchinfer that asked for it, the file layer (`data.fs`) left out: "link
 job.commit.commit_chunk". Modes: `error` (before anything is done), `full` (the same as ENOSPC), `stale` (as a network
 file system has it for a moment), `lost` (done, and reported as failed), `slow`, `torn` (what was written is cut in
-half, and reported as failed), `torn_kill` (the same, and the process is killed). Standard library only.
+half, and reported as failed), `torn_kill` (the same, and the process is killed), `kill` (before anything is done).
+Standard library only.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 
 VARIABLE = "BATCHINFER_FILE_FAULTS"
 CALLS = ("link", "rename", "replace", "unlink", "mkdir", "fsync")
-MODES = ("error", "full", "stale", "lost", "slow", "torn", "torn_kill")
+MODES = ("error", "full", "stale", "lost", "slow", "kill", "torn", "torn_kill")
 SLOW_S = 2.5
 _ERRORS = {"error": errno.EIO, "full": errno.ENOSPC, "stale": errno.ESTALE, "lost": errno.EIO, "torn": errno.EIO}
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
@@ -49,7 +50,7 @@ def environment(place: Path, plan: dict[str, Any]) -> dict[str, str]:
 
 def modes_of(site: str) -> tuple[str, ...]:
     """What can be done at a site: only what was written (and is about to be synced) can be torn."""
-    return MODES if site.startswith("fsync ") else MODES[:5]
+    return MODES if site.startswith("fsync ") else MODES[:6]
 
 
 def arm() -> None:
@@ -77,8 +78,8 @@ class _Faults:
                 call(*args, **named)
             elif mode in ("torn", "torn_kill"):
                 _cut_in_half(args[0])
-                if mode == "torn_kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if mode in ("kill", "torn_kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
             if mode not in (None, "slow"):
                 raise OSError(_ERRORS[mode], f"{os.strerror(_ERRORS[mode])} (injected)", str(args[-1]))
             return call(*args, **named)

@@ -1,4 +1,5 @@
-"""Random jobs for the fake model: inputs in every format, duplicate prompts and ids, rows that fail, several samples.
+"""Random jobs for the fake model: inputs in every format, duplicate prompts and ids, rows that fail, several samples,
+one window or several.
 
 A job is a function of its seed. What it should give is found by running it undisturbed (`rounds`).
 """
@@ -31,6 +32,7 @@ class CampaignJob:
     num_rows: int
     step_delay_ms: float
     retryable: bool
+    several_windows: bool = False
     model: str | None = None
 
     def write(self, path: Path, output: Path, *, calm: bool = False) -> Path:
@@ -70,6 +72,7 @@ def make_job(
     workers = draw.choice([1, 2, 2])
     num_seqs = draw.choice([4, 8, 16])
     n = draw.choice([1, 1, 2])
+    windows = draw.choice([1, 1, 4, 9])  # more than may be open at once: one is deleted while another is planned
     more: dict[str, float] = draw.choice([{}, {"top_p": 0.9}, {"logprobs": 2}])
     settings = {
         "name": f"campaign-{seed}",
@@ -79,6 +82,7 @@ def make_job(
             "prompt": "{text}",
             "id_column": draw.choice([None, "id"]),
             "sampling_columns": {"max_tokens": "limit", "temperature": "heat"},
+            **({"window_rows": max(3, num_rows // windows)} if windows > 1 else {}),
         },
         "sampling": {"n": n, "seed": draw.randrange(1 << 31), **more},
         "engine": {"max_num_seqs": num_seqs, "max_model_len": MAX_MODEL_LEN},
@@ -91,6 +95,7 @@ def make_job(
         num_rows=num_rows,
         step_delay_ms=round(min(100.0, max(2.0, 1000 * run_s / steps)), 1),
         retryable=any(text is not None and len(text) > MAX_MODEL_LEN for text in columns["text"].to_pylist()),
+        several_windows=windows > 1,
         model=model,
     )
 

@@ -285,7 +285,8 @@ def _cut(round_: Round, path: Path) -> None:
             footer = read_footer(path)
         except BrokenPart:  # cut before
             return
-        round_.destroyed(0, ((footer["chunk"], row) for row in range(footer["start"], footer["stop"])))
+        rows = [(footer["chunk"], row) for row in range(footer["start"], footer["stop"])]
+        round_.destroyed(round_.window_of(footer["chunk"]), rows)
     elif name is not None:
         table = read_segment(path, ["chunk", "row"])
         if table is None:  # cut before
@@ -329,13 +330,14 @@ def file_fault(round_: Round) -> bool:
     mode = round_.draw.choice(inside.modes_of(site))
     place = round_.folder / "file-faults"
     done = place / f"done-{round_.verdict.starts}"
-    plan = {"site": site, "mode": mode, "hit": round_.draw.choice([1, 1, 1, 2]), "done": str(done)}
+    hit = round_.draw.choice([1, 1, 2, 4] if round_.job.several_windows else [1, 1, 1, 2])
+    plan = {"site": site, "mode": mode, "hit": hit, "done": str(done)}
     round_.verdict.sites.append(f"{mode}: {site}")
     round_.arm(plan)
     driver = round_.driver = round_.start()
     round_.wait(lambda: done.exists() or driver.poll() is not None)
     round_.disarm()
-    if mode in ("torn", "torn_kill") and done.exists():
+    if mode in ("kill", "torn", "torn_kill") and done.exists():
         round_.wait_exit(driver, round_.draw.uniform(0.0, 3.0))
     return done.exists()
 

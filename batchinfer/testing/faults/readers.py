@@ -1,11 +1,12 @@
 """A plain reader beside the job: opens the output folder again and again, and keeps what it finds wrong.
 
 What must hold at any moment: every file that a reader takes for data is a whole part of whole rows, in order, and no
-row stands in two of them.
+row stands in two of them. DuckDB, whose globs take other names than those of others, is asked too, where it is there.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import threading
 from pathlib import Path
@@ -17,6 +18,11 @@ import pyarrow.parquet as pq
 from batchinfer.cluster.lifecycle import in_thread
 
 LOOK_EVERY_S = 0.2
+ASK_DUCKDB_EVERY = 5  # looks
+_DOUBLED = """
+    SELECT source_file, source_row FROM read_parquet($parts, union_by_name = true)
+    GROUP BY ALL HAVING count(*) > 1 LIMIT 3
+"""
 
 
 class PlainReader:
@@ -27,6 +33,7 @@ class PlainReader:
         self.looks = 0
         self.spoiled: set[int] = set()
         self._output = output
+        self._has_duckdb = importlib.util.find_spec("duckdb") is not None
         self._known: dict[tuple[str, int, int], tuple[str, int, int]] = {}  # by name, inode, time: what a file holds
         self._stop = threading.Event()
         self._thread = in_thread("plain-reader", self._read)
@@ -43,6 +50,8 @@ class PlainReader:
         if not self._output.is_dir():
             return
         self.looks += 1
+        if self._has_duckdb and self.looks % ASK_DUCKDB_EVERY == 1:
+            self.problems += self.ask_duckdb()
         ranges = []
         for path in sorted(self._output.glob("[!._]*.parquet")):
             try:
@@ -61,6 +70,21 @@ class PlainReader:
         for (file, _, stop, name), (other, start, _, second) in itertools.pairwise(ranges):
             if file == other and start < stop:
                 self.problems.append(f"a reader found rows of {name} again in {second}")
+
+    def ask_duckdb(self) -> list[str]:
+        """Its own glob is taken. It may fail where a part was cut short by a fault or was moved aside meanwhile, but
+        may not give a row twice."""
+        import duckdb
+
+        if not any(self._output.glob("*.parquet")):
+            return []
+        with duckdb.connect(config={"threads": 1}) as connection:
+            try:
+                found = connection.execute(_DOUBLED, {"parts": f"{self._output}/*.parquet"}).fetchall()
+            except duckdb.Error as error:
+                gone = any(words in str(error) for words in ("No such file", "No files found"))
+                return [] if gone or self.spoiled else [f"DuckDB can't read the parts: {error}"]
+        return [f"DuckDB found row {row} of {file} twice" for file, row in found]
 
     @staticmethod
     def _rows_of(path: Path) -> tuple[str, int, int]:

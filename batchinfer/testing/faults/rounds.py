@@ -218,13 +218,23 @@ class Round:
             return False
         driver = self.driver
         assert driver is not None
-        if self.draw.random() < 0.3:
+        moment = self.draw.random()
+        if moment < 0.3:
             self.wait(lambda: driver.poll() is not None, self.draw.uniform(0.0, 2.5))
+        elif moment < 0.6 and self.job.several_windows:
+            for _ in range(self.draw.choice([1, 2, 4])):
+                names = self._window_names()
+                self.wait(lambda names=names: driver.poll() is not None or self._window_names() != names)
+            self.wait(lambda: driver.poll() is not None, self.draw.choice([0.0, self.draw.uniform(0.0, 0.2)]))
         else:
             seen = self.num_published() + self.draw.choice([0, 0, 1, 3])
             self.wait(lambda: driver.poll() is not None or self.num_published() > seen)
             self.wait(lambda: driver.poll() is not None, self.draw.uniform(0.0, 0.5))
         return driver.poll() is None
+
+    def _window_names(self) -> frozenset[str]:
+        """Changes as a window's planning begins and ends, and as its deletion does."""
+        return frozenset(path.name for kind in ("windows", "prepared") for path in (self.work / kind).glob("w*"))
 
     def num_published(self) -> int:
         return self.trace.read_bytes().count(b'"published"') if self.trace.exists() else 0
@@ -260,6 +270,12 @@ class Round:
         self.retried = True
         self.driver = None
         self.traces.append(self.folder / "trace-2.jsonl")
+
+    def window_of(self, chunk: int) -> int:
+        """Of the job itself, which must have been frozen."""
+        job = load_manifest(self.layout)
+        assert job is not None
+        return next(w.window for w in job.windows() if any(c.chunk == chunk for c in w.chunks))
 
     def destroyed(self, window: int | None, rows: Iterable[tuple[int, int]] | None) -> None:
         """Notes that results of a window (all, or those of rows) are gone by a fault: they may be run again."""
