@@ -97,6 +97,7 @@ class Coordinator:
         self.inbox: queue.SimpleQueue[Event | _News | _TaskDone] = queue.SimpleQueue()
         self.end: ev.EndJob | None = None
         self.notes: list[str] = []
+        self._committed = committed
         self._parts_done = len(committed.chunks)
         self._shareable_tokens = committed.shareable_tokens
         self._addresses: dict[str, str] = {}
@@ -428,6 +429,7 @@ class Coordinator:
             self._commits[window] = plan.by_chunk()
             left = self.state.uncommitted(window)
             self._shareable_tokens += sum(c.shareable_tokens for c in plan.chunks if c.chunk in left)
+            self._meter.told_again(self._committed.told_again(plan))
 
     def _submit(self, task: ev.Task, function: Callable[..., Any], *args: Any) -> None:
         window = _window_of(task)

@@ -44,6 +44,10 @@ class ProgressMeter:
         self._history: deque[tuple[float, int, int, int]] = deque()
         self._work_began: tuple[float, int] | None = None  # when, and how many rows had an outcome by then
 
+    def told_again(self, tally: Tally) -> None:
+        """These outcomes of parts that were out before will come once more."""
+        self._base -= tally
+
     def measure(
         self,
         now: float,

@@ -6,7 +6,7 @@ Results of single rows are not looked at here: the engine process skips rows tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from batchinfer.data.prepared import is_whole_arrow_file
@@ -24,32 +24,52 @@ _log = logging.getLogger("batchinfer.cluster")
 
 @dataclass(slots=True, kw_only=True)
 class Committed:
-    """Parts that are out: their chunks and outcomes, and how many of their prompt tokens could have been shared."""
+    """Parts that are out: their chunks and outcomes, and how many of their prompt tokens could have been shared.
+
+    in_open_windows   outcomes by chunk, of windows that hold other chunks as well whose parts are not out
+    """
 
     chunks: set[int] = field(default_factory=set)
     tally: Tally = field(default_factory=Tally)
     shareable_tokens: int = 0
+    in_open_windows: dict[int, Tally] = field(default_factory=dict)
 
-    def add(self, summary: CommitSummary) -> None:
-        self.chunks.add(summary.chunk)
-        self.shareable_tokens += summary.shareable_tokens
-        self.tally += Tally(
-            summary.num_rows,
-            summary.num_failed,
-            summary.prompt_tokens,
-            summary.completion_tokens,
-            summary.cached_tokens,
-        )
+    def add_window(self, window: Window, summaries: Sequence[CommitSummary]) -> None:
+        """`summaries`: of those of its parts that are out."""
+        self.shareable_tokens += sum(summary.shareable_tokens for summary in summaries)
+        found = {summary.chunk: _tally_of(summary) for summary in summaries}
+        self.chunks.update(found)
+        self.tally = sum(found.values(), self.tally)
+        if len(found) < len(window.chunks):
+            self.in_open_windows |= found
+
+    def told_again(self, plan: WindowPlan) -> Tally:
+        """What of `tally` the units of a planned window will tell once more: they hold rows of all its chunks. Rows
+        that failed in planning are told with the chunks that are left."""
+        found = Tally()
+        for chunk in plan.chunks:
+            if chunk.chunk in self.in_open_windows:
+                failed = chunk.num_failed
+                found += self.in_open_windows[chunk.chunk] - Tally(rows=failed, failed=failed)
+        return found
+
+
+def _tally_of(summary: CommitSummary) -> Tally:
+    return Tally(
+        summary.num_rows,
+        summary.num_failed,
+        summary.prompt_tokens,
+        summary.completion_tokens,
+        summary.cached_tokens,
+    )
 
 
 def find_committed(job: ResolvedJob, windows: Iterable[Window]) -> Committed:
     """Looks at the footer of each chunk's part. A part that is not whole does not count."""
     found = Committed()
     for window in windows:
-        for chunk in window.chunks:
-            summary = part_summary(job, chunk)
-            if summary is not None:
-                found.add(summary)
+        summaries = [summary for chunk in window.chunks if (summary := part_summary(job, chunk)) is not None]
+        found.add_window(window, summaries)
     return found
 
 

@@ -6,13 +6,15 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from batchinfer.cluster import tasks
 from batchinfer.cluster.coordinator import Coordinator, _News
+from batchinfer.cluster.progress import Progress
 from batchinfer.cluster.resume import find_committed
 from batchinfer.cluster.timings import RunTimings
 from batchinfer.job import events as ev
@@ -30,21 +32,31 @@ class NoWorkers:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Coordinator]:
-    """make(lost_lock): of a small job that is planned, with a scheduler that would take no task."""
+def told() -> list[Progress]:
+    return []
+
+
+@pytest.fixture
+def make(tmp_path: Path, told: list[Progress]) -> Callable[..., Coordinator]:
+    """make(lost_lock, committed=chunks): of a small job that is planned, with a scheduler that would take no task."""
     planned = Planned(tmp_path)
 
-    def made(lost_lock: Callable[[], bool] = lambda: False) -> Coordinator:
+    def made(lost_lock: Callable[[], bool] = lambda: False, *, committed: Sequence[int] = ()) -> Coordinator:
         windows = planned.job.windows()
+        if committed:
+            planned.answer(planned.plan)
+            assert planned.finish(planned.plan) == 0
+        for chunk in committed:
+            tasks.commit_chunk(planned.run, 1, planned.plan, chunk)
         coordinator = Coordinator(
             job=planned.job,
             run=planned.run,
             epoch=1,
-            state=JobState([WindowPlan(0, (0, 1))]),
+            state=JobState([WindowPlan(0, (0, 1))], committed=committed),
             workers=NoWorkers(),
             committed=find_committed(planned.job, windows),
             names=[],
-            on_progress=lambda progress: None,
+            on_progress=told.append,
             lost_lock=lost_lock,
             timings=RunTimings(time.time()),
             first_window=windows[0],
@@ -109,3 +121,18 @@ def test_counts_that_came_while_the_run_was_ending_are_in_its_timings(make: Call
     coordinator.timings.write(layout)
     found = json.loads(layout.timings.read_text())
     assert found["engine"]["w0"] == counts and found["cpu_s"]["engine w0"] == 2.5
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_a_window_with_some_parts_out_is_not_counted_twice(
+    make: Callable[..., Coordinator], told: list[Progress], chunk: int
+) -> None:
+    """Its units hold rows of those parts too. One of the five rows is an error that planning found, in chunk 0."""
+    coordinator = make(committed=[chunk])
+    coordinator.client = None  # then all is done at once, in this thread
+    coordinator._report()
+    coordinator.begin()
+    coordinator._report()
+    coordinator.close()
+    assert coordinator.end == ev.EndJob("done")
+    assert [(progress.tally.rows, progress.tally.failed) for progress in told] == [((3, 1), (2, 0))[chunk], (5, 1)]
