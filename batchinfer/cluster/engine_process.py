@@ -2,7 +2,8 @@
 
 Speaks JSON lines with `cluster.engine_host`: commands on standard input, reports on what was standard output. Three
 threads: the loop (owns the engine), the commands (reads leases' rows ahead of the loop), the writer
-(`cluster.result_sink`). Ends on `stop`, SIGTERM or the end of its input, after what has finished is durable.
+(`cluster.result_sink`). Ends on `stop`, SIGTERM or the end of its input, after what has finished is durable, and what
+rows in flight have so far.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class EngineProcess:
         assert self.job is not None
         keys = ("lease", "window", "unit", "epoch", "start", "stop")
         try:
-            self.inbox.put(("lease", open_lease(self.job.layout, **{key: command[key] for key in keys})))
+            told = {key: command[key] for key in keys}
+            self.inbox.put(("lease", open_lease(self.job.layout, fingerprint=self.job.fingerprint, **told)))
         except Exception as error:
             self.inbox.put(("broken", error))
 
@@ -127,6 +129,7 @@ class EngineProcess:
                 last_stats = now
                 self.report({"t": "stats", **feed.stats()})
         feed.close()
+        self.report({"t": "stats", **feed.stats()})
         self.report({"t": "stopped"})
 
     def _take_commands(self, feed: RowFeed, *, wait: bool) -> None:

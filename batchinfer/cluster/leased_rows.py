@@ -1,21 +1,24 @@
 """The rows of one lease inside the engine process: which are to be run, begun, durable. No engine, no threads.
 
 Positions count from the start of the unit's prepared file. Rows that hold a result already (from before a crash, or
-from another lease of the same piece) are never begun. Rows are begun in order; they become durable in any order.
+from another lease of the same piece) are never begun; those of which an earlier engine had a part go on from there. Rows
+are begun in order; they become durable in any order.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from batchinfer.cluster.trace import trace_lease, tracing
+from batchinfer.data.partials import PartialKey, prompt_key, read_partials
 from batchinfer.data.prepared import Int64, PreparedRows, read_prepared
 from batchinfer.data.segments import done_rows
 from batchinfer.job.layout import JobLayout
+from batchinfer.types.request import PartialOutput
 
 MAX_CUT_REACH = 32  # rows: how far from where it should be a lease may be cut, to keep a prefix together
 
@@ -24,7 +27,9 @@ class LeasedRows:
     def __init__(
         self, *, lease: int, window: int, unit: int, start: int, stop: int, rows: PreparedRows, todo: Int64
     ) -> None:
-        """`rows`: those of the piece, `rows[0]` at position `start`. `todo`: positions to run, ascending."""
+        """`rows`: those of the piece, `rows[0]` at position `start`. `todo`: positions to run, ascending.
+
+        `partials`: what rows to be run had generated when an earlier engine was stopped, by position."""
         self.lease = lease
         self.window = window
         self.unit = unit
@@ -35,6 +40,7 @@ class LeasedRows:
         self.num_ended = 0  # begun rows whose outcome is known, durable or not
         self.num_segments = 0
         self.closed = False  # its last results are on their way to disk
+        self.partials: dict[int, tuple[PartialOutput, ...]] = {}
         self._todo = todo
         self._durable = bytearray(b"\1") * (stop - start)
         for position in todo.tolist():
@@ -95,15 +101,30 @@ class LeasedRows:
 
 
 def open_lease(
-    layout: JobLayout, *, lease: int, window: int, unit: int, epoch: int, start: int, stop: int
+    layout: JobLayout, *, lease: int, window: int, unit: int, epoch: int, start: int, stop: int, fingerprint: str
 ) -> LeasedRows:
-    """Reads a piece from its unit's prepared file. `epoch`: of the driver that prepared it."""
+    """Reads a piece from its unit's prepared file. `epoch`: of the driver that wrote it. `fingerprint`: the job's."""
     now = time.time()
     rows = read_prepared(layout.prepared_unit(window, epoch, unit)).slice(start, stop)
     todo = missing_rows(rows, unit_segments(layout.segments(window), unit))
     if tracing():
         trace_lease(window, zip(rows.chunks[todo].tolist(), rows.rows[todo].tolist(), strict=True), now)
-    return LeasedRows(lease=lease, window=window, unit=unit, start=start, stop=stop, rows=rows, todo=todo + start)
+    opened = LeasedRows(lease=lease, window=window, unit=unit, start=start, stop=stop, rows=rows, todo=todo + start)
+    if partials := read_partials(layout.segments(window), unit, fingerprint=fingerprint):
+        opened.partials = {place + start: found for place, found in _partials_of(rows, todo, partials)}
+    return opened
+
+
+def _partials_of(
+    rows: PreparedRows, todo: Int64, partials: Mapping[PartialKey, tuple[PartialOutput, ...]]
+) -> Iterator[tuple[int, tuple[PartialOutput, ...]]]:
+    """(place, what it has) of those rows to be run that have something."""
+    known = np.array([chunk << 40 | row for chunk, row, _ in partials], np.int64)
+    for place in todo[np.isin(_identities(rows)[todo], known)].tolist():
+        prompt = prompt_key(rows.token_ids(place), rows.params_of(place))
+        found = partials.get((int(rows.chunks[place]), int(rows.rows[place]), prompt))
+        if found is not None:
+            yield place, found
 
 
 def unit_segments(folder: Path, unit: int) -> list[Path]:
@@ -116,6 +137,10 @@ def missing_rows(rows: PreparedRows, segments: Iterable[Path]) -> Int64:
     done_chunks, done = done_rows(segments)
     if not len(done):
         return np.arange(len(rows), dtype=np.int64)
-    wanted = (rows.chunks.astype(np.int64) << 40) | rows.rows
     have = (done_chunks.astype(np.int64) << 40) | done
-    return np.flatnonzero(~np.isin(wanted, have)).astype(np.int64)
+    return np.flatnonzero(~np.isin(_identities(rows), have)).astype(np.int64)
+
+
+def _identities(rows: PreparedRows) -> Int64:
+    """One number a row, of chunk and row."""
+    return (rows.chunks.astype(np.int64) << 40) | rows.rows

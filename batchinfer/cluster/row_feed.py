@@ -1,11 +1,13 @@
 """Feeds leased rows to an engine and takes its outcomes: the inner loop of the engine process.
 
 Keeps more rows in the engine than it can run at once, from as many leases as that takes, so that its batch never
-drains at a unit's edge. Equal greedy prompts, which stand together in a unit, run once; each row gets the result.
+drains at a unit's edge. Equal greedy prompts, which stand together in a unit, run once; each row gets the result. When
+it is closed, what rows in flight have so far is kept for their next lease.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +16,15 @@ from typing import Any
 from batchinfer.cluster.leased_rows import LeasedRows
 from batchinfer.cluster.phases import phases
 from batchinfer.cluster.result_sink import ResultSink
+from batchinfer.data.partials import PartialRow, longest_rows, prompt_key, write_partials
 from batchinfer.data.segments import ResultRow
 from batchinfer.engine import Engine
+from batchinfer.engine.stopping import partial_problem
+from batchinfer.job.driver_lock import succeeded
 from batchinfer.job.manifest import ResolvedJob
-from batchinfer.types.request import Request, RequestOutput, SamplingParams
+from batchinfer.types.request import PartialOutput, Request, RequestOutput, SamplingParams
 
+_log = logging.getLogger("batchinfer.cluster")
 MAX_BEGUN_AT_ONCE = 1024
 # An engine begins with a few rows, so that the first token comes at once and not after the prompts of a whole batch.
 FIRST_ROWS = 4
@@ -44,6 +50,7 @@ class RowFeed:
         self.engine = engine
         self.sink = ResultSink(epoch=epoch, folder=job.layout.segments, told=report)
         self._job = job
+        self._epoch = epoch
         self._report = report
         self._leases: dict[int, LeasedRows] = {}
         self._running: dict[int, _Running] = {}
@@ -53,6 +60,7 @@ class RowFeed:
         self._eos = job.eos_token_ids
         self._settings: dict[str | None, SamplingParams] = {}
         self._token_told = False
+        self._misfit_told = False
         self._loop_s = 0.0
 
     @property
@@ -99,8 +107,12 @@ class RowFeed:
         self._loop_s += time.perf_counter() - begin
 
     def close(self) -> None:
-        """Everything finished is made durable and told; what is in the engine is dropped."""
+        """Everything finished is made durable and told; then what is in the engine is, as far as it has come."""
         self.sink.close()
+        try:
+            self._keep_partials()
+        except OSError as error:  # it would only have saved work
+            _log.warning("what rows in flight had generated could not be kept: %s", error)
         self.engine.close()
 
     def stats(self) -> dict[str, float]:
@@ -120,6 +132,40 @@ class RowFeed:
             "loop_s": round(self._loop_s, 3),
             "cpu_s": round(time.process_time(), 3),
         }
+
+    def _keep_partials(self) -> None:
+        """For the next lease of these rows. Of equal rows only the first is told of, which will be begun first."""
+        leases = {self._partial_of(request_id, running): running.lease for request_id, running in self._running.items()}
+        kept: dict[LeasedRows, list[PartialRow]] = {}
+        for row in longest_rows(leases):
+            kept.setdefault(leases[row], []).append(row)
+        layout = self._job.layout
+        if not kept or succeeded(layout.output, self._epoch):
+            return
+        fingerprint = self._job.fingerprint
+        for lease, rows in kept.items():
+            folder = layout.segments(lease.window)
+            write_partials(folder, lease.unit, self._epoch, lease.lease, rows, fingerprint=fingerprint)
+        _log.info("kept what %d of %d rows in flight have so far", sum(map(len, kept.values())), len(leases))
+
+    def _partial_of(self, request_id: int, running: _Running) -> PartialRow:
+        lease, (position, chunk, row) = running.lease, running.rows[0]
+        place = position - lease.start
+        prompt = prompt_key(lease.rows.token_ids(place), lease.rows.params_of(place))
+        return PartialRow(chunk=chunk, row=row, prompt=prompt, outputs=self.engine.partial_outputs(request_id))
+
+    def _partials_for(self, lease: LeasedRows, position: int, sampling: SamplingParams) -> tuple[PartialOutput, ...]:
+        """What an earlier engine had of a row, if it can be that."""
+        found = lease.partials.pop(position, ())
+        if not found:
+            return ()
+        problem = partial_problem(found, sampling, vocab_size=self.engine.vocab_size)
+        if problem is None:
+            return found
+        if not self._misfit_told:
+            self._misfit_told = True
+            _log.warning("partial results of unit %d do not fit, their rows begin anew: %s", lease.unit, problem)
+        return ()
 
     def _fill(self) -> None:
         engine = self.engine
@@ -169,6 +215,7 @@ class RowFeed:
                     sampling=sampling,
                     stream_key=stream,
                     eos_token_ids=self._eos,
+                    partial_outputs=self._partials_for(lease, position, sampling) if lease.partials else (),
                 )
             )
 

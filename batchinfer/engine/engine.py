@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
 
 from batchinfer.engine.recovery import StepExecutor
-from batchinfer.engine.stopping import StopStringWatch, end_ids, refuse, stop_ids, tokens_of_text
+from batchinfer.engine.stopping import StopStringWatch, end_ids, num_unended, refuse, stop_ids, tokens_of_text
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.runner.base import ModelRunner
 from batchinfer.scheduling import Scheduler, Sequence, Status
 from batchinfer.text import SequenceDecoder, Tokenizer
-from batchinfer.types.request import CompletionOutput, Request, RequestOutput
+from batchinfer.types.request import CompletionOutput, PartialOutput, Request, RequestOutput, SamplingParams
 from batchinfer.types.rows import RowError
 from batchinfer.types.streams import sample_key
 
@@ -37,7 +38,7 @@ class EngineStats:
     num_cached_tokens      prompt tokens found in the prefix cache at first admission, each sample counted
     num_prompt_tokens      of all samples that have begun
     num_copied_tokens      cached ones that were copied out of the middle of a block
-    num_recomputed_tokens  computed, lost to pre-emption and computed again
+    num_recomputed_tokens  computed, lost to pre-emption (or with another engine) and computed again
     num_computed_tokens    run through the model: more than needed where pre-emption made it run them again
     num_clamped_requests   whose max_tokens did not fit into the context behind the prompt
     """
@@ -81,6 +82,9 @@ class Engine:
 
     Every request yields exactly one RequestOutput, with `outputs` or with `error`. Raises EngineError only when the
     runner is broken as a whole; nothing of the engine may be used after that but `close`.
+
+    A request that must be given up can go on in another engine of the same model: `partial_outputs` tells what it has,
+    and the same request with that (`Request.partial_outputs`) has the outcome that it would have had.
     """
 
     def __init__(
@@ -150,6 +154,9 @@ class Engine:
         stops, ends = stop_ids(request), end_ids(request)
         seqs: list[Sequence] = []
         for index in range(sampling.n):
+            known: SequenceOf[int] = ()
+            if index < len(request.partial_outputs):
+                known = self._going_on(request, request.partial_outputs[index].token_ids, max_total - num_prompt)
             seq = Sequence(
                 seq_id=self._next_seq_id,
                 prompt_token_ids=request.prompt_token_ids,
@@ -160,22 +167,19 @@ class Engine:
                 eos_ids=ends,
                 sample_index=index,
                 owner=row,
+                output_token_ids=known,
             )
             self._next_seq_id += 1
+            if known and seq.logprobs is not None:
+                seq.logprobs += (request.partial_outputs[index].logprobs or ())[: len(known)]
             if index == 0:
                 row.first = seq
                 if sampling.prompt_logprobs is not None and sampling.n > 1:
                     sampling = replace(sampling, prompt_logprobs=None)  # once per prompt is enough
             if sampling.stop:
-                assert self.tokenizer is not None
-                decoder = SequenceDecoder(
-                    self.tokenizer,
-                    stop=tuple(sampling.stop),
-                    include_stop_str_in_output=sampling.include_stop_str_in_output,
-                    skip_special_tokens=sampling.skip_special_tokens,
-                    min_tokens=sampling.min_tokens,
-                )
-                self._watches[seq.seq_id] = StopStringWatch(seq, decoder)
+                self._watches[seq.seq_id] = watch = StopStringWatch(seq, self._decoder(sampling))
+                if known:
+                    watch.read()
             seqs.append(seq)
             self.scheduler.add(seq)
         self._rows[request.request_id] = seqs
@@ -187,6 +191,14 @@ class Engine:
             self._drop(seqs)
             return True
         return self._refused.pop(request_id, None) is not None
+
+    def partial_outputs(self, request_id: int) -> tuple[PartialOutput, ...]:
+        """What has been generated of a request that is in the engine, by sample; between steps. Samples that have ended
+        are among them, whole. () where the request is not there."""
+        return tuple(
+            PartialOutput(tuple(seq.output_token_ids), None if seq.logprobs is None else tuple(seq.logprobs))
+            for seq in self._rows.get(request_id, ())
+        )
 
     def has_unfinished(self) -> bool:
         return bool(self._rows) or bool(self._refused)
@@ -274,6 +286,21 @@ class Engine:
         self.runner.close()
 
     # ---------------------------------------------------------------- parts
+
+    def _decoder(self, sampling: SamplingParams) -> SequenceDecoder:
+        assert self.tokenizer is not None
+        return SequenceDecoder(
+            self.tokenizer,
+            stop=tuple(sampling.stop),
+            include_stop_str_in_output=sampling.include_stop_str_in_output,
+            skip_special_tokens=sampling.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+        )
+
+    def _going_on(self, request: Request, tokens: SequenceOf[int], room: int) -> SequenceOf[int]:
+        """What a sequence of the request begins with of the output that it had elsewhere."""
+        decoder = self._decoder(request.sampling) if request.sampling.stop else None
+        return tokens[: num_unended(request, tokens, decoder, room=room)]
 
     def _read_watched(self, token_ids: Mapping[int, object], done: list[Sequence]) -> None:
         for seq_id in token_ids:

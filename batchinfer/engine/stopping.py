@@ -1,6 +1,7 @@
 """When a sequence ends and what its text is.
 
-Responsible for: limits in tokens, the set of stop ids, stop strings, text of a finished sample. Not for: finding a
+Responsible for: limits in tokens, the set of stop ids, stop strings, text of a finished sample, what of an output that
+another engine began is to stand. Not for: finding a
 stop string in text (text.SequenceDecoder); stop ids and lengths are compared by the scheduler, token by token.
 
 The rules: a stop id (of the model's ends unless `ignore_eos`, or of `stop_token_ids`) ends a sequence after at
@@ -11,10 +12,11 @@ limit at once, the reason is "stop".
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from batchinfer.scheduling.sequence import Sequence
-from batchinfer.types.request import Request
+from batchinfer.types.request import PartialOutput, Request, SamplingParams
 from batchinfer.types.rows import ErrorClass, RowError
 
 
@@ -43,6 +45,10 @@ def refuse(request: Request, *, max_model_len: int, vocab_size: int, has_tokeniz
             ErrorClass.INVALID_PROMPT, f"token id {bad} in the prompt; the model's ids are 0 to {vocab_size - 1}"
         )
     sampling = request.sampling
+    if request.partial_outputs:
+        wrong = partial_problem(request.partial_outputs, sampling, vocab_size=vocab_size)
+        if wrong is not None:
+            return RowError(ErrorClass.INVALID_PROMPT, f"partial_outputs: {wrong}")
     if sampling.stop and not has_tokenizer:
         return RowError(ErrorClass.INVALID_SAMPLING, "stop strings need a tokenizer, and this engine has none")
     if sampling.logit_bias and max(sampling.logit_bias) >= vocab_size:
@@ -57,6 +63,32 @@ def refuse(request: Request, *, max_model_len: int, vocab_size: int, has_tokeniz
             "none is left to begin with",
         )
     return None
+
+
+def partial_problem(partials: SequenceOf[PartialOutput], sampling: SamplingParams, *, vocab_size: int) -> str | None:
+    """Why a request with these settings can't go on from what is said to have been generated; None if it can."""
+    if len(partials) > sampling.n:
+        return f"there are {len(partials)} samples, and n is {sampling.n}"
+    for tokens, logprobs in partials:
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+            bad = next(token for token in tokens if not 0 <= token < vocab_size)
+            return f"token id {bad}; the model's ids are 0 to {vocab_size - 1}"
+        if sampling.logprobs is not None and len(logprobs or ()) != len(tokens):
+            return f"there are log-probabilities of {len(logprobs or ())} of {len(tokens)} tokens"
+    return None
+
+
+def num_unended(request: Request, tokens: SequenceOf[int], decoder: TextDecoder | None, *, room: int) -> int:
+    """How many of the output tokens, in order, are there before one ends the sequence: that one is sampled again, so
+    that there is one way only to end. `room`: tokens that the output may have; `decoder`: a new one, where stop strings
+    count."""
+    stops, min_tokens = stop_ids(request), request.sampling.min_tokens
+    for place, token in enumerate(tokens[: room - 1]):
+        if token in stops and place >= min_tokens:
+            return place
+        if decoder is not None and decoder.push(token) is not None:
+            return place
+    return min(len(tokens), room - 1)
 
 
 def end_ids(request: Request) -> frozenset[int]:

@@ -6,7 +6,8 @@
     OUT/__batchinfer/driver/               who drives (`job.driver_lock`)
     OUT/__batchinfer/windows/w0000.json    a planned window's units (`job.units`)
     OUT/__batchinfer/prepared/w0000-e000001/{c000005-<hash>,u00012}.arrow   prepared rows, by chunk, then by unit
-    OUT/__batchinfer/segments/w0000/       results: engine segments, compacted units, errors found while planning
+    OUT/__batchinfer/segments/w0000/       results: engine segments, compacted units, errors found while planning,
+                                           partial results of rows in flight at a stop (`data.partials`)
     OUT/__batchinfer/retries/r0001/        a retry: retry.json and windows/ prepared/ segments/ of its own
     OUT/__batchinfer/timings.json          how the last run's time went (`cluster.timings`)
     OUT/__batchinfer/{status.json,log.txt,tmp/,input/}

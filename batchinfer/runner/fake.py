@@ -303,8 +303,8 @@ class FakeRunner:
 
 
 class _Trace:
-    """What a sequence's slots must hold. hashes[p] is the rolling hash of tokens 0 .. p, for all of the prompt and what
-    else has run; `end` where its last chunk ended, `last_blocks` in which block that was, by group. `plain` see
+    """What a sequence's slots must hold. hashes[p] is the rolling hash of tokens 0 .. p, for all of its spec's tokens
+    and what else has run; `end` where its last chunk ended, `last_blocks` in which block that was, by group. `plain` see
     `FakeRunner._is_plain`; `plain_at` is where its next chunk begins, if that is plain too and has never run."""
 
     __slots__ = ("end", "hashes", "last_blocks", "plain", "plain_at", "spec")
@@ -313,7 +313,7 @@ class _Trace:
         self.spec = spec
         self.plain = plain
         self.plain_at = -1
-        self.hashes = _roll(_START, spec.prompt_token_ids)
+        self.hashes = _roll(_START, [*spec.prompt_token_ids, *spec.output_token_ids])
         self.end = 0
         self.last_blocks = [-1] * num_groups
 

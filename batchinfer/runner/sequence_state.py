@@ -50,14 +50,14 @@ class SequenceState:
         self.num_prompt_tokens = len(spec.prompt_token_ids)
         self.block_rows = tuple(BlockRow() for _ in range(num_groups))
         self.stop_ids: Ints = np.array(sorted(spec.stop_token_ids), dtype=np.int64)
-        self._output: Ints = np.zeros(0, dtype=np.int64)
+        self._output: Ints = np.array(spec.output_token_ids, dtype=np.int64)
         self._prompt_unique: Ints | None = None
 
     def record(self, chunk: Chunk) -> None:
         """Remembers the chunk's tokens that are output: what penalties count.
 
         After pre-emption the same tokens come again and are written to the same places; tokens that a prefix hit
-        skips were recorded when they first came.
+        skips were recorded when they first came, or stand in the spec.
         """
         begin = chunk.start - self.num_prompt_tokens
         skip = max(0, -begin)

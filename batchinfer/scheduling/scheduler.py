@@ -98,13 +98,13 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_copied_tokens = 0  # cached, but copied from the middle of a block of the first group
-        self.num_recomputed_tokens = 0  # lost to pre-emption and not found again in the cache
+        self.num_recomputed_tokens = 0  # lost to pre-emption, or of another engine, and not found in the cache
 
     # ---------------------------------------------------------------- between steps
 
     def add(self, seq: Sequence) -> None:
-        """Takes a sequence in, behind those that wait. `1 <= prompt < max_total_tokens <= max_model_len`."""
-        assert 0 < seq.num_prompt_tokens < seq.max_total_tokens <= self.max_model_len, seq
+        """Takes a sequence in, behind those that wait. `1 <= prompt and output < max_total_tokens <= max_model_len`."""
+        assert 0 < seq.num_prompt_tokens <= len(seq.token_ids) < seq.max_total_tokens <= self.max_model_len, seq
         assert seq.seq_id not in self._seqs, seq
         seq.arrival = self._arrivals
         self._arrivals += 1
@@ -327,14 +327,21 @@ class Scheduler:
         if seq.num_cached_tokens >= 0:
             self.num_recomputed_tokens -= matched
         else:
-            seq.num_cached_tokens = matched
-            self.num_prompt_tokens += seq.num_prompt_tokens
-            self.num_cached_tokens += matched
+            tokens, num_prompt = seq.token_ids, seq.num_prompt_tokens
+            seq.num_cached_tokens = cached = min(matched, num_prompt)
+            self.num_prompt_tokens += num_prompt
+            self.num_cached_tokens += cached
+            self.num_recomputed_tokens += len(tokens) - num_prompt - (matched - cached)
             if seq.copies:
-                self.num_copied_tokens += matched % self._blocks.sizes[0]
+                self.num_copied_tokens += max(0, cached - matched + matched % self._blocks.sizes[0])
             self._specs.append(
                 SequenceSpec(
-                    seq.seq_id, seq.token_ids[: seq.num_prompt_tokens], seq.sampling, seq.sample_key, seq.stop_ids
+                    seq.seq_id,
+                    tokens[:num_prompt],
+                    seq.sampling,
+                    seq.sample_key,
+                    seq.stop_ids,
+                    tokens[num_prompt:],
                 )
             )
         if self.enable_prefix_caching:

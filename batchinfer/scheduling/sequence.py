@@ -88,6 +88,7 @@ class Sequence:
         eos_ids: frozenset[int] = frozenset(),
         sample_index: int = 0,
         owner: Any = None,
+        output_token_ids: SequenceOf[int] = (),
     ) -> None:
         self.seq_id = seq_id
         self.sampling = sampling
@@ -96,6 +97,7 @@ class Sequence:
         self.owner = owner
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = num_prompt_tokens = len(self.token_ids)
+        self.token_ids += output_token_ids  # like those of a sequence that was pre-empted
         self.max_total_tokens = max_total_tokens
         self.min_total_tokens = num_prompt_tokens + sampling.min_tokens
         self.stop_ids = stop_ids

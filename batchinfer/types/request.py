@@ -126,8 +126,10 @@ SAMPLING_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(SamplingParams))
 class Request(NamedTuple):
     """One prompt for the engine. (A named tuple is made in a third of the time that a frozen dataclass takes.)
 
-    stream_key      64-bit key of the row's random stream (`types.streams`)
-    eos_token_ids   the model's end tokens, from all sources; ignored under `sampling.ignore_eos`
+    stream_key       64-bit key of the row's random stream (`types.streams`)
+    eos_token_ids    the model's end tokens, from all sources; ignored under `sampling.ignore_eos`
+    partial_outputs  what another engine had generated of the same request, by sample (`Engine.partial_outputs`): it
+                     goes on from there, and its outcome is what it would have been. Empty: it begins
     """
 
     request_id: int
@@ -135,6 +137,7 @@ class Request(NamedTuple):
     sampling: SamplingParams
     stream_key: int
     eos_token_ids: frozenset[int] = frozenset()
+    partial_outputs: Sequence[PartialOutput] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,14 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+
+class PartialOutput(NamedTuple):
+    """A sample of which some tokens have been generated, with as many log-probabilities where these were asked for.
+    Everything else of it follows from them."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

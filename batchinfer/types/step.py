@@ -30,8 +30,9 @@ class KVGroup:
 class SequenceSpec(NamedTuple):
     """What a runner must know of a sequence to sample for it. Sent once, in the step that first runs it.
 
-    sample_key      64-bit key of this sample's random stream (`types.streams.sample_key`)
-    stop_token_ids  EOS and user stop ids that are masked before `sampling.min_tokens` output tokens
+    sample_key        64-bit key of this sample's random stream (`types.streams.sample_key`)
+    stop_token_ids    EOS and user stop ids that are masked before `sampling.min_tokens` output tokens
+    output_token_ids  what it brings of its output from another engine: chunks may begin behind them
 
     A named tuple, as are `Chunk` and `BlockCopy`: one or more are made for every row, and a frozen dataclass takes
     three times as long.
@@ -42,6 +43,7 @@ class SequenceSpec(NamedTuple):
     sampling: SamplingParams
     sample_key: int
     stop_token_ids: frozenset[int] = frozenset()
+    output_token_ids: Sequence[int] = ()
 
 
 class Chunk(NamedTuple):
