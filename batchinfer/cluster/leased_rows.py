@@ -1,7 +1,7 @@
 """The rows of one lease inside the engine process: which are to be run, begun, durable. No engine, no threads.
 
 Positions count from the start of the unit's prepared file. Rows that hold a result already (from before a crash, or
-from another lease of the same piece) are never begun; those of which an earlier engine had a part go on from there. Rows
+from another lease of the same piece) are never begun; those that an earlier engine had in flight go on from there. Rows
 are begun in order; they become durable in any order.
 """
 

@@ -75,9 +75,12 @@ def prompt_key(token_ids: Int32, params: str | None) -> bytes:
 
 def longest_rows(rows: Iterable[PartialRow], max_values: int = MAX_VALUES) -> list[PartialRow]:
     """Those that are worth most, as far as they fit; without rows of which nothing is there yet."""
-    ordered = sorted((row for row in rows if row.num_tokens), key=lambda row: -row.num_tokens)
-    sums = itertools.accumulate(row.num_values for row in ordered)
-    return [row for row, values in zip(ordered, sums, strict=True) if values <= max_values]
+    kept = []
+    for row in sorted((row for row in rows if row.num_tokens), key=lambda row: -row.num_tokens):
+        if row.num_values <= max_values:
+            max_values -= row.num_values
+            kept.append(row)
+    return kept
 
 
 def write_partials(

@@ -54,6 +54,9 @@ class LLM:
     on the other prompts. The stream follows from SamplingParams.seed where it is given, so that the same prompt and
     seed give the same output wherever they stand; else from this LLM's `seed` and from how many prompts it was given
     before, so that prompts given in one call or in several have the same outputs.
+
+    A call that is interrupted keeps nothing. Who wants to go on from what was generated uses `engine`, with requests of
+    their own (`Engine.partial_outputs`), or `batchinfer.submit`, which does that at SIGTERM.
     """
 
     def __init__(

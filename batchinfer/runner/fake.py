@@ -303,9 +303,9 @@ class FakeRunner:
 
 
 class _Trace:
-    """What a sequence's slots must hold. hashes[p] is the rolling hash of tokens 0 .. p, for all of its spec's tokens
-    and what else has run; `end` where its last chunk ended, `last_blocks` in which block that was, by group. `plain` see
-    `FakeRunner._is_plain`; `plain_at` is where its next chunk begins, if that is plain too and has never run."""
+    """What a sequence's slots must hold. hashes[p] is the rolling hash of tokens 0 .. p, for all that its spec tells
+    and what else has run; `end` where its last chunk ended, `last_blocks` in which block that was, by group. `plain`
+    see `FakeRunner._is_plain`; `plain_at` is where its next chunk begins, if that is plain too and has never run."""
 
     __slots__ = ("end", "hashes", "last_blocks", "plain", "plain_at", "spec")
 

@@ -96,7 +96,8 @@ class Workshop:
         )
 
     def lease(self, number: int, unit: int, start: int, stop: int) -> LeasedRows:
-        return open_lease(self.job.layout, lease=number, window=0, unit=unit, epoch=1, start=start, stop=stop)
+        keys = {"lease": number, "window": 0, "unit": unit, "epoch": 1, "start": start, "stop": stop}
+        return open_lease(self.job.layout, fingerprint=self.job.fingerprint, **keys)
 
     def kinds(self, kind: str) -> list[dict[str, Any]]:
         return [message for message in self.said if message["t"] == kind]

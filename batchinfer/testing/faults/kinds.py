@@ -16,7 +16,7 @@ from batchinfer.data.segments import SegmentName, read_segment
 from batchinfer.job.driver_lock import last_driver, lock_store
 from batchinfer.testing.faults import inside
 from batchinfer.testing.faults.processes import Role, send
-from batchinfer.testing.faults.rounds import FINISHED, Round
+from batchinfer.testing.faults.rounds import FINISHED, SITES_AT_A_STOP, Round
 
 Fault = Callable[[Round], bool]
 
@@ -250,7 +250,8 @@ def zombie_of_before_a_retry(round_: Round) -> bool:
 
 
 def cut_files(round_: Round) -> bool:
-    """Between two runs, files are cut short: parts, segments, units' results, plans, prepared rows, counters."""
+    """Between two runs, files are cut short: parts, segments, partial and units' results, plans, prepared rows,
+    counters."""
     if not round_.pause() and round_.draw.random() < 0.5:
         return False
     if round_.driver is not None and round_.driver.poll() is None:
@@ -259,7 +260,8 @@ def cut_files(round_: Round) -> bool:
     state, work = round_.layout.state, round_.work
     groups = [
         [*round_.output.glob("part-*.parquet")],
-        [*work.glob("segments/*/*-l*.arrow")],
+        [*work.glob("segments/*/u*-l*.arrow")],
+        [*work.glob("segments/*/partial-*.arrow")],
         [*work.glob("segments/*/u?????.arrow")],
         [*work.glob("segments/*/plan-*.arrow")],
         [*work.glob("prepared/*/*.arrow")],
@@ -335,6 +337,8 @@ def file_fault(round_: Round) -> bool:
     round_.verdict.sites.append(f"{mode}: {site}")
     round_.arm(plan)
     driver = round_.driver = round_.start()
+    if site in SITES_AT_A_STOP and round_.pause():
+        driver.terminate()
     round_.wait(lambda: done.exists() or driver.poll() is not None)
     round_.disarm()
     if mode in ("kill", "torn", "torn_kill") and done.exists():
