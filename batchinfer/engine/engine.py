@@ -177,9 +177,7 @@ class Engine:
                 if sampling.prompt_logprobs is not None and sampling.n > 1:
                     sampling = replace(sampling, prompt_logprobs=None)  # once per prompt is enough
             if sampling.stop:
-                self._watches[seq.seq_id] = watch = StopStringWatch(seq, self._decoder(sampling))
-                if known:
-                    watch.read()
+                self._watches[seq.seq_id] = StopStringWatch(seq, self._decoder(sampling))
             seqs.append(seq)
             self.scheduler.add(seq)
         self._rows[request.request_id] = seqs

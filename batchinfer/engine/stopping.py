@@ -80,13 +80,11 @@ def partial_problem(partials: SequenceOf[PartialOutput], sampling: SamplingParam
 
 def num_unended(request: Request, tokens: SequenceOf[int], decoder: TextDecoder | None, *, room: int) -> int:
     """How many of the output tokens, in order, are there before one ends the sequence: that one is sampled again, so
-    that there is one way only to end. `room`: tokens that the output may have; `decoder`: a new one, where stop strings
-    count."""
-    stops, min_tokens = stop_ids(request), request.sampling.min_tokens
+    that there is one way only to end. (None is a stop id before `min_tokens`.) `room`: tokens that the output may have;
+    `decoder`: a new one, where stop strings count."""
+    stops = stop_ids(request)
     for place, token in enumerate(tokens[: room - 1]):
-        if token in stops and place >= min_tokens:
-            return place
-        if decoder is not None and decoder.push(token) is not None:
+        if token in stops or (decoder is not None and decoder.push(token) is not None):
             return place
     return min(len(tokens), room - 1)
 

@@ -107,6 +107,22 @@ def test_the_longer_one_stays_whatever_a_later_engine_has_come_to(tmp_path: Path
         assert list(other.token_ids)[: len(one.token_ids)] == list(one.token_ids)
 
 
+def test_a_lease_of_a_part_of_the_unit_finds_its_own(tmp_path: Path) -> None:
+    shop = Workshop(tmp_path, TEXTS, max_tokens=50)
+    unit = shop.plan.units[0]
+    assert unit.num_rows == len(TEXTS)
+    generated = 0
+    for lease, start, stop, steps in ((0, 0, 20, 40), (1, 20, 30, 40), (2, 8, 30, 1000), (3, 0, 8, 1000)):
+        feed = shop.feed()
+        feed.add(shop.lease(lease, unit.unit, start, stop))
+        for _ in range(steps):
+            feed.step()
+        feed.close()
+        generated += feed.engine.stats().num_generated_tokens
+    expected, least = undisturbed(tmp_path, max_tokens=50)
+    assert rows_of(shop) == expected and generated == least
+
+
 def test_equal_prompts_share_what_one_of_them_had(tmp_path: Path) -> None:
     texts = ["the same"] * 12
     shop = Workshop(tmp_path, texts, max_tokens=40)
