@@ -337,7 +337,9 @@ def file_fault(round_: Round) -> bool:
     round_.verdict.sites.append(f"{mode}: {site}")
     round_.arm(plan)
     driver = round_.driver = round_.start()
-    if site in SITES_AT_A_STOP and round_.pause():
+    if site in SITES_AT_A_STOP:  # while rows are in flight
+        seen = round_.num_published()
+        round_.wait(lambda: driver.poll() is not None or round_.num_published() > seen)
         driver.terminate()
     round_.wait(lambda: done.exists() or driver.poll() is not None)
     round_.disarm()
