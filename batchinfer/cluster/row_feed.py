@@ -69,6 +69,8 @@ class RowFeed:
 
     def add(self, lease: LeasedRows) -> None:
         self._leases[lease.lease] = lease
+        if lease.partials:
+            _log.info("lease %d: %d rows go on from what an earlier engine had", lease.lease, len(lease.partials))
         self._close_if_ended(lease)
 
     def give_back(self, lease_id: int, *, half: bool) -> None:

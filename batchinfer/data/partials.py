@@ -77,8 +77,8 @@ def longest_rows(rows: Iterable[PartialRow], max_values: int = MAX_VALUES) -> li
     """Those that are worth most, as far as they fit; without rows of which nothing is there yet."""
     kept = []
     for row in sorted((row for row in rows if row.num_tokens), key=lambda row: -row.num_tokens):
-        if row.num_values <= max_values:
-            max_values -= row.num_values
+        if row.num_tokens <= max_values and (values := row.num_values) <= max_values:
+            max_values -= values
             kept.append(row)
     return kept
 
