@@ -107,8 +107,12 @@ def status(job: str, as_json: bool) -> int:
 
 @cli.command()
 @click.argument("job", type=click.Path())
-def verify(job: str) -> int:
+@click.option("--deep", is_flag=True, help="Also run some completed rows again, and compare them byte for byte.")
+@click.option("--sample", type=click.IntRange(min=1), metavar="N", help="With --deep: how many rows; 100 otherwise.")
+def verify(job: str, deep: bool, sample: int | None) -> int:
     """Prove that the output holds each input row exactly once. JOB is a job file or its output folder."""
+    if sample is not None and not deep:
+        raise ConfigError("--sample says how many rows --deep runs again; give --deep, too")
     from batchinfer.cli.texts import verify_text
     from batchinfer.job.layout import JobLayout
     from batchinfer.job.manifest import load_manifest, with_access
@@ -121,9 +125,17 @@ def verify(job: str) -> int:
     resolved = load_manifest(JobLayout(folder))
     if resolved is None:
         raise ConfigError(f"{folder}: no batchinfer job here; give a job file, or the folder of its output")
-    report = verify_job(resolved if spec is None else with_access(resolved, spec))
+    resolved = resolved if spec is None else with_access(resolved, spec)
+    report = verify_job(resolved)
     _result(verify_text(report))
-    return 0 if report.ok else 1
+    if not (deep and report.ok):
+        return 0 if report.ok else 1
+    from batchinfer.cli.texts import deep_text
+    from batchinfer.cluster.deep_verify import SAMPLE_ROWS, verify_deep
+
+    again = verify_deep(resolved, sample or SAMPLE_ROWS)
+    _result(deep_text(again))
+    return 0 if again.ok else 1
 
 
 @cli.command(short_help="Run failed rows again.")

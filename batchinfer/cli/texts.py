@@ -9,6 +9,7 @@ from batchinfer.errors import ModelError
 from batchinfer.types.rows import ErrorClass
 
 if TYPE_CHECKING:
+    from batchinfer.cluster.deep_verify import DeepReport
     from batchinfer.cluster.submit import JobResult
     from batchinfer.job.report import JobReport
     from batchinfer.job.status import JobStatus
@@ -154,6 +155,18 @@ def verify_text(report: VerifyReport) -> str:
         lines.append(
             "Files that are not there yet, or are lost: `batchinfer submit` with the same job file makes them."
         )
+    return "\n".join(lines)
+
+
+def deep_text(report: DeepReport) -> str:
+    if report.ok:
+        lines = [f"Run again: {count(report.rows_run, 'completed row')}, with the same bytes."]
+    else:
+        lines = [f"NOT reproduced: {number(len(report.differing))} of {count(report.rows_run, 'row')} run again"]
+        lines += [f"  {text}" for text in report.differing[:MAX_PROBLEMS]]
+        if len(report.differing) > MAX_PROBLEMS:
+            lines.append(f"  and {number(len(report.differing) - MAX_PROBLEMS)} more")
+    lines += [f"  left out: {text}" for text in report.left_out[:MAX_PROBLEMS]]
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ import functools
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -208,15 +208,20 @@ class Coordinator:
                 self.timings.spans(f"engine {name}", message["spans"])
                 return ev.EngineReady(name, message["max_num_seqs"])
             case "died":
-                reason, last_words = message["reason"], message["last_words"]
-                if name in self._ended_as_hung:
+                reason, memory = message["reason"], message["memory"]
+                last_words = memory + message["last_words"]
+                hung = name in self._ended_as_hung
+                if hung:
                     self._ended_as_hung.discard(name)
                     reason = (
                         f"it showed no life for {self._hang_s:.0f} s or more (cluster.hang_timeout_s), and was ended"
                     )
-                _log.warning("the engine of worker %s died: %s%s", name, reason, last_words)
-                self._forget_engine(name)
                 flight = tuple((lease, start, stop) for lease, start, stop in message["in_flight"])
+                where = self._units_of(name, flight)
+                _log.warning("the engine of worker %s died%s: %s%s", name, where, reason, last_words)
+                if memory and not hung:
+                    self._note(f"the engine of worker {name} died{where}: {reason}{memory}")
+                self._forget_engine(name)
                 return ev.EngineDied(name, reason, flight, message["fatal"], last_words)
             case "stopped":
                 self._forget_engine(name)
@@ -247,6 +252,14 @@ class Coordinator:
                 prompt = message["computed_tokens"] + message["cached_tokens"] - message["generated_tokens"]
                 self._engine_tokens[name] = (max(prompt, 0), message["generated_tokens"])
         return None
+
+    def _units_of(self, name: str, flight: Sequence[tuple[int, int, int]]) -> str:
+        """Where the rows in flight stand, for the log."""
+        worker = self.state.leases.workers.get(name)
+        leases = {} if worker is None else worker.leases
+        pieces = [(leases[lease].piece, start, stop) for lease, start, stop in flight if lease in leases]
+        units = [f"rows {start} to {stop - 1} of unit {p.unit}, window {p.window}" for p, start, stop in pieces]
+        return f" while it ran {' and '.join(units)}" if units else ""
 
     def _note(self, text: str) -> None:
         """For the log, the terminal and the final report: each once, and not without end."""

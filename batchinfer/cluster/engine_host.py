@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.cluster.lifecycle import how_it_ended, in_thread
+from batchinfer.cluster.out_of_memory import FOR_ENGINES, MemoryWatch
 
 Message = dict[str, Any]
 _TAIL_BYTES = 2000
@@ -35,6 +36,7 @@ class EngineHost:
         self._config: Message | None = None
         self._log = log
         self._log_start = 0
+        self._memory = MemoryWatch()
         self._mutex = threading.Lock()
         self._writing = threading.Lock()
         self._listener: Callable[[Message], None] | None = None
@@ -53,6 +55,7 @@ class EngineHost:
         if self.process is not None and self.process.poll() is None:
             return
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._memory = MemoryWatch()
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             process = subprocess.Popen(
@@ -108,6 +111,7 @@ class EngineHost:
                 self._listener(message)
 
     def _read(self, process: subprocess.Popen[str]) -> None:
+        watch = self._memory
         begun: dict[int, tuple[int, int]] = {}
         last: Message = {}
         stopped = False
@@ -139,10 +143,12 @@ class EngineHost:
             return
         reason = last.get("message") or f"the engine process ended by {how_it_ended(code)}"
         last_words = "" if "message" in last else self._last_words()
+        memory = "" if "message" in last else watch.words(code, knobs=FOR_ENGINES)
         suspects = {} if last.get("blameless") else begun
         in_flight = [(lease, start, stop) for lease, (start, stop) in suspects.items() if start < stop]
         fatal = bool(last.get("fatal"))
-        self._tell({"t": "died", "reason": reason, "last_words": last_words, "in_flight": in_flight, "fatal": fatal})
+        told = {"reason": reason, "last_words": last_words, "memory": memory, "in_flight": in_flight, "fatal": fatal}
+        self._tell({"t": "died", **told})
 
     def _last_words(self) -> str:
         """The last words of this engine in its log, for the message."""

@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchinfer.cluster.lifecycle import how_it_ended
+from batchinfer.cluster.out_of_memory import FOR_WORKERS, MemoryWatch
 
 
 @dataclass(slots=True, eq=False)
 class _Child:
     process: subprocess.Popen[str]
+    memory: MemoryWatch
     told: int = 0  # how many of the lines
 
 
@@ -70,7 +72,8 @@ class LocalWorkers:
                 continue
             _close_pipe(child)
             del self._children[name]
-            yield name, f"the worker process ended by {how_it_ended(code)}"
+            memory = child.memory.words(code, knobs=FOR_WORKERS)
+            yield name, f"the worker process ended by {how_it_ended(code)}{memory}"
             if name not in self._dropped:
                 self._spawn(name)
 
@@ -105,6 +108,7 @@ class LocalWorkers:
             _kill(child)
 
     def _spawn(self, name: str) -> None:
+        memory = MemoryWatch()
         with (self.scratch / f"worker-{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "batchinfer.cluster.worker_process", str(os.getpid())],
@@ -114,7 +118,7 @@ class LocalWorkers:
                 text=True,
                 bufsize=1,
             )
-        self._children[name] = child = _Child(process)
+        self._children[name] = child = _Child(process, memory)
         warm = {
             "name": name,
             "num_threads": self.num_threads,

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchinfer.data.schema import check_names, with_nullable_fields
 from batchinfer.data.sources import edge_fingerprint, is_local, open_arrow, open_bytes
 from batchinfer.errors import InputError
 
@@ -43,6 +44,8 @@ def inspect_arrow(name: str, uri: str, options: Mapping[str, Any]) -> tuple[pa.S
         with open_arrow(uri, options, memory_map=True) as source:
             reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
             schema = reader.schema
+            check_names(name, schema)
+            schema = pa.schema([field.with_type(with_nullable_fields(field.type)) for field in schema])
             layout = _read_layout(uri, options)
             size = source.size()
     except (pa.ArrowException, OSError, EOFError) as error:

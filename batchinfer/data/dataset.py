@@ -78,7 +78,7 @@ class InputDataset:
         sizes = []
         for file in self.files:
             if file.format == "parquet":
-                sizes.append(parquet.column_bytes(file.uri, self.storage_options, columns))
+                sizes.append(parquet.column_bytes(file.name, file.uri, self.storage_options, columns))
             else:
                 share = len(set(columns)) / max(1, len(self.schema))
                 sizes.append(file.num_bytes if share >= 1 else int(file.num_bytes * max(0.5, share)))
@@ -165,7 +165,7 @@ class InputDataset:
                     )
                 row = batch.stop
                 yield in_schema(batch, schema)
-        except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        except (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError) as error:
             raise InputError(f"input file {source.name} can't be read at row {row}: {error}") from error
         keep_cursor(cursor)
 

@@ -6,6 +6,7 @@ footers (see `parts`), the columns' names and types (see `layout`).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,9 +17,11 @@ import pyarrow.compute as pc
 
 from batchinfer.data.layout import ERROR_TYPE, OutputLayout
 from batchinfer.data.rows import RowBatch
-from batchinfer.data.schema import conform
+from batchinfer.data.schema import conform, nulls
 from batchinfer.data.segments import RESULT_SCHEMA, ChunkResults
-from batchinfer.errors import BatchinferError, InputError
+from batchinfer.errors import BatchinferError
+
+log = logging.getLogger("batchinfer.data")
 
 FIRST_SPAN_ROWS = 1_024
 MAX_SPAN_ROWS = 65_536
@@ -143,12 +146,19 @@ def _one(column: pa.ChunkedArray) -> pa.Array:
 def _store(array: pa.Array, stored: pa.DataType, column: str) -> pa.Array:
     if array.type.equals(stored):
         return array
-    if pa.types.is_run_end_encoded(array.type):
-        array = pc.run_end_decode(array)
     try:
         return conform(array, stored)
     except pa.ArrowInvalid as error:
-        raise InputError(f"column {column!r} can't be written as {stored}: {error}") from None
+        # Such a time is no time that anybody meant, and no reason to lose what has been computed.
+        log.warning("column %r: values that can't be written as %s are null: %s", column, stored, error)
+    return pa.concat_arrays([_stored_or_null(array.slice(i, 1), stored) for i in range(len(array))])
+
+
+def _stored_or_null(value: pa.Array, stored: pa.DataType) -> pa.Array:
+    try:
+        return conform(value, stored)
+    except pa.ArrowInvalid:
+        return nulls(1, stored)
 
 
 def _first_sample(samples: pa.Array) -> pa.Array:

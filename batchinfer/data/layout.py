@@ -2,7 +2,7 @@
 
 Carried input columns keep name, place and Arrow type. Parquet can't hold a few types, so these change, always in the
 same way: timestamp[s] and time32[s] to milliseconds, date64 to date32, dictionaries of other than string or bytes to
-their values, run-end encoding to plain. Not here: writing (see `parts`).
+their values, run-end encoding and nested views to plain. Not here: writing (see `parts`).
 """
 
 from __future__ import annotations
@@ -182,6 +182,10 @@ def storable(kind: pa.DataType, nested: bool = False) -> pa.DataType:
     if t.is_list_view(kind) or t.is_large_list_view(kind):
         item = kind.value_field.with_type(storable(kind.value_type, True))
         return pa.large_list(item) if t.is_large_list_view(kind) else pa.list_(item)
+    if nested and t.is_string_view(kind):  # pyarrow can't write these inside of others (26.0)
+        return pa.string()
+    if nested and t.is_binary_view(kind):
+        return pa.binary()
     if t.is_union(kind) or t.is_interval(kind):
         raise _Unstorable(str(kind))
     return kind

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.data.schema import check_names
 from batchinfer.data.sources import open_arrow, open_bytes
 from batchinfer.errors import InputError
 
@@ -36,19 +37,26 @@ def inspect_parquet(name: str, uri: str, options: Mapping[str, Any]) -> tuple[pa
             file.seek(max(0, size - 8 - footer_bytes))
             fingerprint = hashlib.sha256(f"{size}\0".encode() + file.read(footer_bytes)).hexdigest()[:32]
             file.seek(0)
-            metadata = pq.read_metadata(file)
-            schema = metadata.schema.to_arrow_schema()
-    except (pa.ArrowException, OSError) as error:
+            # As it will be read: the metadata's own Arrow schema knows no extension types.
+            with pq.ParquetFile(file) as opened:
+                metadata, schema = opened.metadata, opened.schema_arrow
+            check_names(name, schema)
+            for i in range(metadata.num_columns):
+                _ = metadata.schema.column(i).path  # names that are no text are found here
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"input file {name} can't be read as Parquet: {error}") from None
     num_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return schema, metadata.num_rows, num_bytes, fingerprint
 
 
-def column_bytes(uri: str, options: Mapping[str, Any], columns: Sequence[str]) -> int:
-    """Uncompressed bytes of the columns, by the footer."""
-    with open_bytes(uri, options) as file:
-        metadata = pq.read_metadata(file)
-    return sum(_group_bytes(metadata.row_group(i), columns) for i in range(metadata.num_row_groups))
+def column_bytes(name: str, uri: str, options: Mapping[str, Any], columns: Sequence[str]) -> int:
+    """Uncompressed bytes of the columns, by the footer. InputError when it is broken."""
+    try:
+        with open_bytes(uri, options) as file:
+            metadata = pq.read_metadata(file)
+        return sum(_group_bytes(metadata.row_group(i), columns) for i in range(metadata.num_row_groups))
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise InputError(f"input file {name} can't be read as Parquet: {error}") from None
 
 
 def iter_parquet(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.data.schema import conform
+from batchinfer.data.schema import conform, nulls
 from batchinfer.types.rows import ErrorClass, RowError
 
 
@@ -48,7 +48,7 @@ class RowBatch:
 def _to_python(array: pa.Array) -> list[Any]:
     try:
         return array.to_pylist()  # type: ignore[no-any-return]
-    except (ValueError, OverflowError):  # times finer or farther than Python's: as ISO text
+    except (ValueError, OverflowError):  # times finer or farther than Python's: as text
         return [_scalar_to_python(value) for value in array]
 
 
@@ -56,7 +56,15 @@ def _scalar_to_python(value: pa.Scalar) -> Any:
     try:
         return value.as_py()
     except (ValueError, OverflowError):
-        return str(value)
+        pass
+    for kind in (pa.string(), pa.int64(), pa.int32()):  # ISO text, else the number that it is stored as
+        try:
+            text = str(value.cast(kind).as_py())
+        except (pa.ArrowException, ValueError, OverflowError):
+            continue
+        if not text.startswith("<"):  # "<value out of range: ...>"
+            return text
+    return None
 
 
 def in_schema(batch: RowBatch, schema: pa.Schema) -> RowBatch:
@@ -69,7 +77,7 @@ def in_schema(batch: RowBatch, schema: pa.Schema) -> RowBatch:
             array = batch.table.column(places[target.name])
             arrays.append(_conform_column(array, target, batch.start, errors))
         else:
-            arrays.append(pa.nulls(batch.table.num_rows, target.type))
+            arrays.append(nulls(batch.table.num_rows, target.type))
     if not arrays:
         table = batch.table.select([])
     else:
@@ -87,7 +95,7 @@ def _conform_column(array: pa.Array, target: pa.Field, start: int, errors: dict[
         try:
             pieces.append(conform(array.slice(i, 1), target.type))
         except pa.ArrowInvalid as error:
-            pieces.append(pa.nulls(1, target.type))
+            pieces.append(nulls(1, target.type))
             message = f"column {target.name!r} can't be kept as {target.type}: {error}"
             errors.setdefault(start + i, RowError(ErrorClass.INVALID_ROW, message))
     return pa.concat_arrays(pieces)
@@ -95,8 +103,9 @@ def _conform_column(array: pa.Array, target: pa.Field, start: int, errors: dict[
 
 def check_text(start: int, table: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[int, RowError]]:
     """Text columns may hold bytes that are no UTF-8 (written unchecked): such a value is repaired with U+FFFD, or
-    null where it is nested, and its row gets an error. Otherwise it would fail much later, when the part is written
-    or read."""
+    null where it is nested, and its row gets an error. So is a time of day beyond a day. Otherwise it would fail much
+    later, when the part is written or read. Raises ArrowInvalid where more than values is broken: a column whose
+    offsets lead nowhere must not be touched."""
     try:
         table.validate(full=True)
         return table, {}
@@ -108,27 +117,69 @@ def check_text(start: int, table: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[
         try:
             array.validate(full=True)
         except pa.ArrowInvalid:
+            _check_all_but_values(array)
             array = _repair(column, array, start, errors)
         arrays.append(array)
     return pa.RecordBatch.from_arrays(arrays, schema=table.schema), errors
 
 
+# What Arrow says about values, and not about how they lie in memory.
+_WRONG_VALUES = (
+    "UTF8",
+    "within the acceptable range",
+    "a whole number of days",
+    "does not fit in precision",
+    "Dictionary indices invalid",  # as Arrow itself makes them under null structs
+)
+
+
+def _check_all_but_values(array: pa.Array) -> None:
+    """Raises ArrowInvalid unless wrong values are all that is wrong, at any depth."""
+    try:
+        array.validate(full=True)
+        return
+    except pa.ArrowInvalid as error:
+        if not any(words in str(error) for words in _WRONG_VALUES):
+            raise
+    kind = array.type
+    if isinstance(array, pa.ExtensionArray):
+        inner = [array.storage]
+    elif pa.types.is_dictionary(kind):
+        inner = [array.indices, array.dictionary]
+    elif pa.types.is_struct(kind):
+        inner = [array.field(i) for i in range(kind.num_fields)]
+    elif pa.types.is_map(kind):
+        inner = [array.keys, array.items]
+    else:
+        inner = [array.values] if hasattr(array, "values") else []
+    for child in inner:  # the first fault found hides those of the others
+        _check_all_but_values(child)
+
+
+def _copy(value: pa.Array) -> pa.Array:
+    try:
+        return value.take(pa.array([0]))
+    except pa.ArrowNotImplementedError:  # of views, extension types and others
+        return pa.concat_arrays([value, value.slice(1)])
+
+
 def _repair(column: pa.Field, array: pa.Array, start: int, errors: dict[int, RowError]) -> pa.Array:
     pieces = []
     for i in range(len(array)):
-        piece = array.take(pa.array([i]))  # a copy: validating a slice looks at all nested values
+        piece = _copy(array.slice(i, 1))  # validating a slice looks at all nested values
         try:
             piece.validate(full=True)
             if pa.types.is_dictionary(column.type):
                 piece = piece.dictionary_decode()
                 piece.validate(full=True)
-        except pa.ArrowInvalid:
-            errors[start + i] = RowError(ErrorClass.INVALID_ROW, f"column {column.name!r} holds text that is not UTF-8")
+        except pa.ArrowInvalid as error:
+            what = "text that is not UTF-8" if "UTF8" in str(error) else f"a value that is none: {error}"
+            errors[start + i] = RowError(ErrorClass.INVALID_ROW, f"column {column.name!r} holds {what}")
             if pa.types.is_string(piece.type) or pa.types.is_large_string(piece.type):
                 raw = piece.cast(pa.large_binary())[0].as_py()
                 piece = pa.array([raw.decode("utf-8", "replace")], piece.type)
             else:
-                piece = pa.nulls(1, piece.type)
+                piece = nulls(1, piece.type)
         pieces.append(piece)
     repaired = pa.concat_arrays(pieces)
     return repaired.dictionary_encode().cast(column.type) if pa.types.is_dictionary(column.type) else repaired

@@ -7,6 +7,8 @@ the schemas come from (`parquet`, `arrow`, `jsonl`).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -120,6 +122,8 @@ def _unite_dictionaries(a: pa.DataType, b: pa.DataType, path: str) -> pa.DataTyp
 
 def _unite_structs(a: pa.DataType, b: pa.DataType, path: str) -> pa.DataType:
     theirs = {field.name: field for field in b}
+    if len(theirs) < len(b) or len({field.name for field in a}) < len(a):
+        raise TypeClash(a, b, path)  # two fields of one name: which is which?
     fields = []
     for field in a:
         other = theirs.pop(field.name, None)
@@ -190,6 +194,24 @@ def _unite_times(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     return None
 
 
+def nulls(size: int, kind: pa.DataType) -> pa.Array:
+    """`size` nulls. Unlike those of `pa.nulls`, they have values in fields that can't be null, which Parquet needs."""
+    if t.is_struct(kind) and kind.num_fields:
+        inner = [nulls(size, field.type) if field.nullable else _zeros(size, field.type) for field in kind]
+        return pa.StructArray.from_arrays(inner, fields=list(kind), mask=pa.array([True] * size, pa.bool_()))
+    if t.is_nested(kind):
+        with contextlib.suppress(pa.ArrowException, TypeError, ValueError):  # types that Python values can't make
+            return pa.array([None] * size, kind)
+    return pa.nulls(size, kind)
+
+
+def _zeros(size: int, kind: pa.DataType) -> pa.Array:
+    """What Arrow puts into such a field of a null struct."""
+    with contextlib.suppress(pa.ArrowException, TypeError, ValueError):
+        return pa.array([None] * size, pa.struct([pa.field("", kind, False)])).field(0)
+    return nulls(size, kind)
+
+
 def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
     """`array` as `target`, a type that `unite_types` made of its own. Raises ArrowInvalid when a value does not fit."""
     kind = array.type
@@ -198,15 +220,20 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
     if isinstance(array, pa.ExtensionArray):
         return conform(array.storage, target)
     if t.is_null(kind):
-        return pa.nulls(len(array), target)
+        return nulls(len(array), target)
     if t.is_dictionary(kind) and not t.is_dictionary(target):
         return conform(array.dictionary_decode(), target)
+    if t.is_run_end_encoded(kind) and not t.is_run_end_encoded(target):
+        return conform(_without_run_ends(array), target)
     if t.is_struct(kind) and t.is_struct(target):
         mine = {field.name: i for i, field in enumerate(kind)}
         children = array.flatten()
-        inner = [
-            conform(children[mine[f.name]], f.type) if f.name in mine else pa.nulls(len(array), f.type) for f in target
-        ]
+        if [field.name for field in kind] == [field.name for field in target]:  # also where two have one name
+            inner = [conform(child, field.type) for child, field in zip(children, target, strict=True)]
+        else:
+            inner = [
+                conform(children[mine[f.name]], f.type) if f.name in mine else nulls(len(array), f.type) for f in target
+            ]
         mask = array.is_null() if array.null_count else None
         if not inner:
             return array.cast(target)
@@ -215,7 +242,70 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         return _conform_list(array, target)  # list views too: Arrow's own cast of them (25.0) makes broken lists
     if t.is_map(kind) and t.is_map(target):
         return _conform_map(array, target)
+    if _is_list_view(kind) and _is_list_view(target):
+        maker = pa.LargeListViewArray if t.is_large_list_view(target) else pa.ListViewArray
+        places = [pa.array(numbers.to_numpy()) for numbers in (array.offsets, array.sizes)]
+        mask = array.is_null() if array.null_count else None
+        return maker.from_arrays(*places, conform(array.values, target.value_type), type=target, mask=mask)
     return pc.cast(array, target)
+
+
+def _without_run_ends(array: pa.Array) -> pa.Array:
+    """Each value as often as its run is long; Arrow's own decoding knows few types (26.0)."""
+    values = conform(array.values, plain_type(array.values.type))
+    ends = array.run_ends.to_numpy().astype(np.int64)
+    runs = np.searchsorted(ends, np.arange(array.offset, array.offset + len(array)), side="right")
+    return values.take(pa.array(runs))
+
+
+@functools.lru_cache(maxsize=1024)
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """A type for the same values that every function of Arrow knows: no views, dictionaries, run ends, extensions."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if t.is_dictionary(kind) or t.is_run_end_encoded(kind):
+        return plain_type(kind.value_type)
+    if t.is_string_view(kind):
+        return pa.large_string()
+    if t.is_binary_view(kind):
+        return pa.large_binary()
+    if t.is_struct(kind):
+        return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
+    if t.is_map(kind):
+        key = kind.key_field.with_type(plain_type(kind.key_type))
+        return pa.map_(key, kind.item_field.with_type(plain_type(kind.item_type)), kind.keys_sorted)
+    if is_list(kind) or _is_list_view(kind):
+        item = kind.value_field.with_type(plain_type(kind.value_type))
+        if t.is_fixed_size_list(kind):
+            return pa.list_(item, kind.list_size)
+        return pa.list_(item) if t.is_list(kind) else pa.large_list(item)
+    return kind
+
+
+def with_nullable_fields(kind: pa.DataType) -> pa.DataType:
+    """The type with nested fields that may be null: Arrow's own files say otherwise without being held to it."""
+    if t.is_struct(kind):
+        return pa.struct([f.with_type(with_nullable_fields(f.type)).with_nullable(True) for f in kind])
+    if t.is_map(kind):
+        item = kind.item_field.with_type(with_nullable_fields(kind.item_type)).with_nullable(True)
+        return pa.map_(kind.key_field, item, kind.keys_sorted)
+    if is_list(kind) or _is_list_view(kind):
+        item = kind.value_field.with_type(with_nullable_fields(kind.value_type)).with_nullable(True)
+        if t.is_fixed_size_list(kind):
+            return pa.list_(item, kind.list_size)
+        makers = ((t.is_large_list, pa.large_list), (t.is_list_view, pa.list_view), (t.is_list, pa.list_))
+        return next((maker(item) for test, maker in makers if test(kind)), pa.large_list_view(item))
+    return kind
+
+
+def check_names(file: str, schema: pa.Schema) -> None:
+    """InputError where a name in the file, also of a nested field, is no text."""
+    try:
+        str(schema)
+        for _ in schema.names:
+            pass
+    except UnicodeDecodeError as error:
+        raise InputError(f"input file {file}: a column's name is not UTF-8 text ({error}); write it again") from None
 
 
 def _conform_list(array: pa.Array, target: pa.DataType) -> pa.Array:
@@ -227,7 +317,7 @@ def _conform_list(array: pa.Array, target: pa.DataType) -> pa.Array:
         return pa.FixedSizeListArray.from_arrays(values, type=target, mask=mask)
     # flatten() skips what null lists may still point to, so offsets are built anew from the lengths.
     lengths = pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64())
-    values = conform(array.flatten(), target.value_type)
+    values = conform(_flattened(array), target.value_type)
     ends = pc.cumulative_sum(lengths)
     offsets = pa.concat_arrays([pa.array([0], pa.int64()), ends])
     mask = array.is_null() if array.null_count else None
@@ -236,10 +326,21 @@ def _conform_list(array: pa.Array, target: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(offsets.cast(pa.int32()), values, type=target, mask=mask)
 
 
+def _flattened(array: pa.Array) -> pa.Array:
+    """`array.flatten()`, also of types that it does not know: extensions in lists of which some are null (26.0)."""
+    try:
+        return array.flatten()
+    except pa.ArrowNotImplementedError:
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_pylist()
+        starts = array.offsets.to_pylist()
+        pieces = [array.values.slice(start, size) for start, size in zip(starts, lengths, strict=False) if size]
+        return pa.concat_arrays(pieces or [array.values.slice(0, 0)])
+
+
 def _conform_map(array: pa.Array, target: pa.DataType) -> pa.Array:
     lengths = np.diff(array.offsets.to_numpy())
     lengths[array.is_null().to_numpy(zero_copy_only=False)] = 0
-    entries = array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field]))).flatten()
+    entries = _flattened(array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field]))))
     keys, items = entries.flatten()
     keys, items = conform(keys, target.key_type), conform(items, target.item_type)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinfer.data.schema import conform
+from batchinfer.data.schema import conform, plain_type
 
 
 class _Node:
@@ -69,8 +69,10 @@ class _Node:
             if data is not None:
                 self.data.update(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
         elif pa.types.is_struct(kind):
+            names = [field.name for field in kind]
             for i, child in enumerate(array.flatten()):
-                self.child(kind.field(i).name).update(child)
+                # Two fields may have one name; each has streams of its own.
+                self.child(names[i] + "\0" * names[:i].count(names[i])).update(child)
         elif pa.types.is_fixed_size_list(kind):
             self.child("item").update(array.flatten())
         elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -93,23 +95,10 @@ class _Node:
 
 
 def _plain(array: pa.Array) -> pa.Array:
-    """The same values without dictionaries, run ends, views or extension types at the top."""
-    if isinstance(array, pa.ExtensionArray):
-        return _plain(array.storage)
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        array = array.dictionary_decode()
-    elif pa.types.is_run_end_encoded(kind):
-        array = pc.run_end_decode(array)
-    elif pa.types.is_string_view(kind):
-        array = array.cast(pa.large_string())
-    elif pa.types.is_binary_view(kind):
-        array = array.cast(pa.large_binary())
-    elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        array = conform(array, pa.large_list(kind.value_field))
-    elif pa.types.is_union(kind):
-        array = pa.array([repr(value) for value in array.to_pylist()], pa.large_string())
-    return array
+    """The same values without dictionaries, run ends, views or extension types."""
+    if pa.types.is_union(array.type):
+        return pa.array([repr(value) for value in array.to_pylist()], pa.large_string())
+    return conform(array, plain_type(array.type))
 
 
 def _numpy(array: pa.Array) -> npt.NDArray[Any]:

@@ -118,6 +118,8 @@ def _parsing(text: str, label: str) -> Iterator[_Loader]:
     try:
         loader = _Loader(text)
         yield loader
+    except ConfigError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -131,6 +133,9 @@ def _parsing(text: str, label: str) -> Iterator[_Loader]:
         raise ConfigError(f"{label}: not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{label}: nested too deeply for a job file") from None
+    except ValueError as error:  # an escape for a character that there is none of
+        line = f":{loader.line + 1}" if loader is not None else ""
+        raise ConfigError(f"{label}{line}: not valid YAML: {error}") from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -216,7 +221,7 @@ class _Builder:
     def _scalar(self, node: yaml.Node) -> Any:
         try:
             return self._loader.construct_object(node, deep=True)
-        except (ValueError, KeyError, OverflowError):  # a tag that does not fit: !!int x
+        except (ValueError, LookupError, OverflowError, AttributeError, TypeError):  # a tag that does not fit: !!int x
             raise ConfigError(f"{self._place(node)}: {node.value[:40]!r} is no {node.tag.rpartition(':')[2]}") from None
 
     @contextlib.contextmanager
@@ -245,6 +250,7 @@ def with_overrides(source: JobSource, overrides: Iterable[str]) -> JobSource:
     where = dict(source.where)
     for text in overrides:
         key, equals, raw = text.partition("=")
+        text = text if len(text) <= 100 else text[:97] + "..."
         names = key.strip().split(".")
         if not equals or not all(names):
             raise ConfigError(f"--set {text}: write it as --set section.key=value")

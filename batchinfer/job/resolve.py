@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fnmatch
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -259,8 +260,8 @@ def _resolve_values(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic) ->
     put("engine.deterministic", spec.engine.deterministic, _written(spec.engine, "deterministic"))
     put("engine.tensor_parallel_size", spec.engine.tensor_parallel_size, _written(spec.engine, "tensor_parallel_size"))
     put("engine.block_size", spec.engine.block_size, _written(spec.engine, "block_size"))
-    put("versions.batchinfer", batchinfer.__version__, "default")
-    put("versions.torch", _version("torch"), "default")
+    for library, version in library_versions().items():
+        put(f"versions.{library}", version, "default")
     put("output.columns", spec.output.columns, _written(spec.output, "columns"))
     put("output.prefix", spec.output.prefix, _written(spec.output, "prefix"))
     put("output.token_ids", spec.output.token_ids, _written(spec.output, "token_ids"))
@@ -391,6 +392,12 @@ def _written(section: Any, key: str) -> str:
     return "user" if key in section.model_fields_set else "default"
 
 
+def library_versions() -> dict[str, str | None]:
+    """Of what decides bytes: another version may give others."""
+    return {"batchinfer": batchinfer.__version__, "torch": _version("torch")}
+
+
+@functools.cache
 def _version(library: str) -> str | None:
     try:
         return importlib.metadata.version(library)

@@ -118,7 +118,8 @@ def _check_name(name: Any) -> None:
 def _environment(now: str | None) -> BoundedEnvironment:
     environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
 
-    def raise_exception(message: str) -> None:
+    def raise_exception(message: Any) -> None:
+        environment.bounded_size(message)
         raise jinja2.TemplateError(str(message))
 
     def tojson(

@@ -2,12 +2,16 @@
 
 A model's template is somebody else's code, run once a row. Nothing here needs a signal, a thread or a trace function:
 
-* Steps: every loop pays for its items when it starts (Jinja loops over finite things only), every call of a macro,
-  method or recursive loop pays one. Long loops and every 64th payment look at the thread's CPU time as well. A row
-  that runs out is TEMPLATE_TIMEOUT; the step count is the same on every machine.
+* Steps: every loop pays for its items when it starts (Jinja loops over finite things only), and so does a filter that
+  looks at each; every call of a macro, method or recursive loop pays one. Long loops, filters and methods over long
+  values, and every 64th payment look at the thread's CPU time as well. A row that runs out is TEMPLATE_TIMEOUT; the
+  step count is the same on every machine.
+* Lists that hold the same list many times are small and look endless to whatever compares, hashes or writes them:
+  they are counted before that.
 * Memory: what can multiply text or lists (`+`, `*`, `**`, `%`, `~`, joins, padding, replace, captured blocks) is
   measured before it is done, or right after where it can at most double.
-* `random` and `lipsum` are refused: a row's prompt must be the same at every attempt.
+* `random` and `lipsum`, and objects of Python's that write their address, are refused: a row's prompt must be the same
+  at every attempt.
 
 Cost where nothing is wrong: well under a microsecond per loop or call.
 """
@@ -19,7 +23,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
@@ -34,6 +38,72 @@ MAX_CHARS = 1 << 24  # beyond four times the row's own text
 _MAX_WIDTH = 100_000
 _MAX_INT_BITS = 100_000
 _LONG_LOOP = 1000
+_LONG = 10_000  # characters or items: what is done to such a value is followed by a look at the time
+_MAX_SLOW_CHARS = 50_000
+_MAX_COMPARED = 1 << 18
+_ITEM_FILTERS = frozenset(
+    {
+        "batch",
+        "dictsort",
+        "groupby",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "sum",
+        "title",
+        "unique",
+        "urlencode",
+        "wordcount",
+        "xmlattr",
+    }
+)  # they do something in Python for each item, character or word
+_SLOW_FILTERS = frozenset(("striptags", "urlize", "wordwrap"))  # time grows faster than the text
+_SHALLOW_FILTERS = frozenset(
+    {
+        "attr",
+        "count",
+        "d",
+        "default",
+        "first",
+        "items",
+        "last",
+        "length",
+        "list",
+        "map",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "safe",
+        "select",
+        "selectattr",
+    }
+)  # they do not look into nested containers (tests that they apply are bounded themselves)
+_COMPARING_FILTERS = frozenset({"dictsort", "groupby", "max", "min", "sort", "sum", "unique"})
+_COMPARING_TESTS = (
+    "eq",
+    "==",
+    "equalto",
+    "ne",
+    "!=",
+    "lt",
+    "<",
+    "lessthan",
+    "le",
+    "<=",
+    "gt",
+    ">",
+    "greaterthan",
+    "ge",
+    ">=",
+    "in",
+)
+_COMPARING_METHODS = ("index", "count", "get")
 _AMPLIFYING_FILTERS = (
     "batch",
     "center",
@@ -100,8 +170,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.concat = self._concat  # type: ignore[method-assign]
         self.filters["_counted"] = self._counted
         self.filters["_joined"] = self._joined
+        self.filters["_compared"] = self._compared
         for name in _AMPLIFYING_FILTERS:
             self.filters[name] = self._bounded_filter(self.filters[name])
+        for name, function in list(self.filters.items()):
+            if not name.startswith("_"):
+                self.filters[name] = self._metered_filter(name, function)
+        for name in _COMPARING_TESTS:
+            self.tests[name] = self._comparing_test(cast(Any, self.tests[name]))
         self.filters["random"] = _refused("random")
         self.globals.pop("lipsum", None)
 
@@ -111,7 +187,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def bounded_size(self, value: Any) -> None:
         """Refuses a container that has too many items when written out (it may hold itself many times)."""
         if isinstance(value, (list, tuple, dict)):
-            self._budget.need(_written_size(value, self._budget.max_chars))
+            size = _written_size(value, self._budget.max_chars)
+            self._budget.need(size)
+            if size > _LONG:
+                self._budget.check_time()
+
+    def _compared(self, value: Any) -> Any:
+        """What is compared or hashed, handed on."""
+        if isinstance(value, (list, tuple, dict)):
+            size = _written_size(value, _MAX_COMPARED, chars=False)
+            if size > _MAX_COMPARED:
+                raise SecurityError(f"the template compares a value of more than {_MAX_COMPARED:,} items")
+            if size > _LONG_LOOP:
+                self._budget.pay(size)
+        elif isinstance(value, str) and len(value) > _LONG:
+            self._budget.check_time()
+        return value
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _AddPayments().visit(super()._parse(source, name, filename))
@@ -141,6 +232,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
             self._check_method(owner, obj.__name__, args)
+            if len(owner) > _LONG:
+                self._budget.check_time()
+        elif isinstance(owner, (list, tuple, dict)) and obj.__name__ in _COMPARING_METHODS:
+            for value in (owner, *args) if not isinstance(owner, dict) else args:
+                self._compared(value)
         elif getattr(obj, "__name__", None) in ("format", "format_map") and hasattr(obj, "__wrapped__"):
             owner = obj.__wrapped__.__self__
             if isinstance(owner, str):
@@ -190,6 +286,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """`a ~ b ~ c`."""
         for item in items:
             self.bounded_size(item)
+            _refuse_address(item)
         texts = [item if isinstance(item, str) else str(item) for item in items]
         self._budget.need(sum(map(len, texts)))
         return "".join(texts)
@@ -202,7 +299,50 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _finalized(self, value: Any) -> Any:
         if not isinstance(value, str):
             self.bounded_size(value)
+            _refuse_address(value)
         return value
+
+    def _metered_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Pays for long values and looks at the time; refuses what would take too long in one go."""
+        per_item, slow, deep = name in _ITEM_FILTERS, name in _SLOW_FILTERS, name not in _SHALLOW_FILTERS
+        comparing = name in _COMPARING_FILTERS
+
+        @functools.wraps(function)
+        def metered(*args: Any, **kwargs: Any) -> Any:
+            long = False
+            for value in args:
+                if not isinstance(value, (str, list, tuple, dict)):
+                    continue
+                if comparing:
+                    self._compared(value)
+                elif deep and not isinstance(value, str):
+                    self.bounded_size(value)
+                size = len(value)
+                if size > _LONG_LOOP:
+                    long = long or size > _LONG
+                    if per_item:
+                        self._budget.pay(4 * size)
+                    elif slow and size > _MAX_SLOW_CHARS:
+                        raise SecurityError(
+                            f"the template uses {name!r} on {size:,} characters; {_MAX_SLOW_CHARS:,} is the limit"
+                        )
+            if not long:
+                return function(*args, **kwargs)
+            self._budget.check_time()
+            result = function(*args, **kwargs)
+            self._budget.check_time()
+            return result
+
+        return metered
+
+    def _comparing_test(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def compared(*args: Any) -> Any:
+            for value in args:
+                self._compared(value)
+            return function(*args)
+
+        return compared
 
     def _bounded_filter(self, function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__
@@ -213,6 +353,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _refuse_wide(values)
             for value in values:
                 self.bounded_size(value)
+                if name in ("do_format", "soft_str", "do_pprint"):
+                    _refuse_address(value)
             texts = [value for value in values if isinstance(value, str)]
             if name == "do_format" and texts:
                 self._check_format(texts[0], "%", values)
@@ -246,17 +388,51 @@ class _Timed:
 
 
 class _AddPayments(NodeTransformer):
-    """`for x in xs` -> `for x in xs|_counted`; `a ~ b` -> `[a, b]|_joined`."""
+    """`for x in xs` -> `for x in xs|_counted`; `a ~ b` -> `[a, b]|_joined`; `a == b` -> `a|_compared == b|_compared`
+    and `(a, b)` -> `(a, b)|_compared` (tuples are hashed), unless there are constants."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
+        node.iter = _filtered(node.iter, "_counted")
         return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+        self.generic_visit(node)
+        operands = [node.expr, *(operand.expr for operand in node.ops)]
+        if not any(map(_is_constant, operands)):
+            node.expr = _filtered(node.expr, "_compared")
+            for operand in node.ops:
+                operand.expr = _filtered(operand.expr, "_compared")
+        return node
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:
+        self.generic_visit(node)
+        return node if node.ctx != "load" or _is_constant(node) else _filtered(node, "_compared")
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
         items = nodes.List(node.nodes, lineno=node.lineno)
-        return nodes.Filter(items, "_joined", [], [], None, None, lineno=node.lineno)
+        return _filtered(items, "_joined")
+
+
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, node), name, [], [], None, None, lineno=node.lineno)
+
+
+def _is_constant(node: nodes.Node) -> bool:
+    if isinstance(node, (nodes.List, nodes.Tuple)):
+        return all(map(_is_constant, node.items))
+    return isinstance(node, nodes.Const)
+
+
+def _refuse_address(value: Any) -> None:
+    """Functions, generators and other objects of Python's write where they lie in memory."""
+    if value is None or isinstance(value, (str, int, float, list, tuple, dict)):
+        return
+    if " at 0x" in repr(value)[:200]:
+        raise jinja2.TemplateRuntimeError(
+            f"the template writes out an object of type {type(value).__name__!r}: its text is never the same twice"
+        )
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -272,15 +448,16 @@ def _refuse_wide(values: Iterable[Any]) -> None:
             raise SecurityError(f"the template asks for a width or count of {value:,}; {_MAX_WIDTH:,} is the limit")
 
 
-def _written_size(value: Any, limit: int) -> int:
-    """Items and characters of nested containers, counted up to `limit`."""
+def _written_size(value: Any, limit: int, *, chars: bool = True) -> int:
+    """Items and (with `chars`) characters of nested containers, counted up to `limit`."""
     size, stack = 0, [value]
     while stack and size <= limit:
         item = stack.pop()
         if isinstance(item, str):
-            size += len(item)
+            size += len(item) if chars else 1
             continue
         size += 1
+        _refuse_address(item)
         if isinstance(item, dict):
             stack.extend(item.keys())
             stack.extend(item.values())

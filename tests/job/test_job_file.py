@@ -46,6 +46,10 @@ def read(text: str | bytes, tmp_path: Path, *overrides: str) -> dict[str, Any]:
         ("a: {<<: 3}", r":1: << merges mappings only"),
         ("a: !!int four", r":1: 'four' is no int"),
         ("a: !!bool four", r":1: 'four' is no bool"),
+        ("a: !!int ''", r":1: '' is no int"),
+        ("a: !!float ''", r":1: '' is no float"),
+        ("a: !!timestamp yesterday", r":1: 'yesterday' is no timestamp"),
+        ('b: 1\na: "\\U00110000"', r":2: not valid YAML: "),
         ("a: !unknown four", r":1: .*could not determine a constructor"),
         ("a: " + "[" * 3000, "nested too deeply"),
         ("a: " + "9" * 5000, r":1: '9+' is no int"),
@@ -101,6 +105,13 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
 )
 def test_values_of_overrides(override: str, expected: dict[str, Any], tmp_path: Path) -> None:
     assert read("a: {}", tmp_path, override) == expected
+
+
+def test_a_long_override_is_shown_in_short(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        JobSpec.from_dict({"model": {"path": "m"}}, base=tmp_path, overrides=["a" * 5000 + "=1"])
+    assert "--set aaa" in str(error.value)
+    assert "a" * 101 not in str(error.value).partition("unknown key")[0]
 
 
 def test_an_override_is_named_where_it_is_wrong(tmp_path: Path) -> None:

@@ -286,6 +286,46 @@ def test_memory_is_bounded(source: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB
 
 
+NESTED = (
+    "{% set a = namespace(s=[1], t=(1,)) %}{% set b = namespace(s=[1]) %}{% for i in range(45) %}"
+    "{% set a.s = [a.s, a.s] %}{% set b.s = [b.s, b.s] %}{% endfor %}"
+)
+AT_ONCE = [
+    "{{ ('a@' * 1000000) | sort | length }}",
+    "{{ ('<!---->' * 500000) | striptags | length }}",
+    "{{ ('www.' * 1000000) | urlize | length }}",
+    "{{ ([1] * 3000000) | map('string') | unique | list | length }}",
+    NESTED + "{{ a.s == b.s }}",
+    NESTED + "{{ a.s in [b.s] }}",
+    NESTED + "{{ a.s is eq b.s }}",
+    NESTED + "{{ [a.s].index(b.s) }}",
+    NESTED + "{{ [a.s, b.s] | sort | length }}",
+    NESTED.replace("a.s = [a.s, a.s]", "a.t = (a.t, a.t)") + "{{ {a.t: 1} }}",
+]
+
+
+@pytest.mark.parametrize("source", AT_ONCE)
+def test_what_one_filter_or_comparison_does_is_bounded(source: str) -> None:
+    start = time.thread_time()
+    error = ChatTemplate(source).render(turns("user"))
+    assert isinstance(error, RowError)
+    assert time.thread_time() - start < 15
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["'a' ~ messages.index", "messages | map('upper')", "[messages.index]", "'%s' % messages.index", "messages.index"],
+)
+def test_addresses_of_objects_are_refused(expression: str) -> None:
+    assert "never the same twice" in refusal(f"{{{{ {expression} }}}}", turns("user"))
+
+
+def test_comparing_and_filtering_ordinary_values_is_as_ever() -> None:
+    assert render("{{ 'x at 0x12' }}{{ (1, 2) == (1, 2) }}{{ [1, [2]] == [1, [2]] }}") == "x at 0x12TrueTrue"
+    assert render("{% for a, b in [('x', 1)] %}{{ a }}{{ b }}{% endfor %}{% set c, d = 1, 2 %}{{ c + d }}") == "x13"
+    assert render("{{ [3, 1] | sort | join(',') }}{{ {'a': (1, 2)}['a'][1] }}{{ 'b' in ('a', 'b') }}") == "1,32True"
+
+
 def test_large_rows_pass() -> None:
     content = "line\n" * 4_000_000
     text = ChatTemplate("{{ messages[0].content + '!' }}").render(
