@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 
 FOR_ENGINES = "engine.kv_cache_memory, engine.max_num_seqs, engine.max_num_batched_tokens, fewer cluster.workers"
-FOR_WORKERS = "fewer cluster.workers, engine.kv_cache_memory"
+FOR_WORKERS = "input.window_rows, fewer cluster.workers, engine.kv_cache_memory"
 
 
 class MemoryWatch:

@@ -6,6 +6,7 @@ here: where batches come from (see `dataset`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,12 +164,41 @@ def _copy(value: pa.Array) -> pa.Array:
         return pa.concat_arrays([value, value.slice(1)])
 
 
+def _valid(value: pa.Array) -> pa.Array:
+    """The value, if need be without what lies under its null structs. Raises ArrowInvalid."""
+    try:
+        value.validate(full=True)
+        return value
+    except pa.ArrowInvalid as error:
+        if "UTF8" in str(error):
+            raise
+    with contextlib.suppress(pa.ArrowNotImplementedError):
+        value = _nulls_pushed_down(value)
+    value.validate(full=True)
+    return value
+
+
+def _nulls_pushed_down(array: pa.Array) -> pa.Array:
+    """The array, which is no slice, with null fields in null structs."""
+    t, kind = pa.types, array.type
+    mask = array.is_null() if array.null_count else None
+    if t.is_struct(kind) and kind.num_fields:
+        inner = [_nulls_pushed_down(child) for child in array.flatten()]
+        return pa.StructArray.from_arrays(inner, fields=list(kind), mask=mask)
+    if t.is_map(kind):
+        return pa.MapArray.from_arrays(array.offsets, array.keys, _nulls_pushed_down(array.items), type=kind, mask=mask)
+    if t.is_list(kind) or t.is_large_list(kind):
+        maker = pa.LargeListArray if t.is_large_list(kind) else pa.ListArray
+        return maker.from_arrays(array.offsets, _nulls_pushed_down(array.values), type=kind, mask=mask)
+    return array
+
+
 def _repair(column: pa.Field, array: pa.Array, start: int, errors: dict[int, RowError]) -> pa.Array:
     pieces = []
     for i in range(len(array)):
         piece = _copy(array.slice(i, 1))  # validating a slice looks at all nested values
         try:
-            piece.validate(full=True)
+            piece = _valid(piece)
             if pa.types.is_dictionary(column.type):
                 piece = piece.dictionary_decode()
                 piece.validate(full=True)

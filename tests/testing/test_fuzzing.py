@@ -16,6 +16,7 @@ import pytest
 
 from batchinfer.data import jsonl as jsonl_reader
 from batchinfer.data.arrow import inspect_arrow
+from batchinfer.data.rows import check_text
 from batchinfer.errors import InputError
 from batchinfer.testing.fuzzing.campaign import Plan, run_campaign
 from batchinfer.testing.fuzzing.case import Case, job_text
@@ -234,6 +235,15 @@ def test_values_that_are_none_are_errors_of_their_rows_alone(tmp_path: Path) -> 
     times = pa.array([0, 10**9, *range(10)], pa.int32()).view(pa.time32("s"))
     out = completed(pa.table({"prompt": times}), tmp_path, kind="arrow", prompt="at {prompt}", failed=1)
     assert "within the acceptable range" in out["error"][1].as_py()["message"]
+
+
+def test_what_lies_under_a_null_struct_is_nobodys_fault() -> None:
+    """Arrow itself puts indices there that lead nowhere."""
+    kind = pa.large_list(pa.map_(pa.string(), pa.struct([("f", pa.dictionary(pa.int16(), pa.string()))])))
+    values = [[[("", None)]], None, [[("a", {"f": "x"})], None]]
+    table, errors = check_text(0, pa.RecordBatch.from_arrays([pa.array(values, kind)], ["x"]))
+    assert not errors
+    assert table["x"].to_pylist() == values
 
 
 def arrow_file(path: Path, *, spoil: tuple[bytes, bytes]) -> Path:
