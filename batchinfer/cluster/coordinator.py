@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from batchinfer.cluster import tasks
 from batchinfer.cluster.lifecycle import in_thread
+from batchinfer.cluster.out_of_memory import FOR_ENGINES
 from batchinfer.cluster.outbox import Outbox
 from batchinfer.cluster.phases import phases
 from batchinfer.cluster.progress import Progress, ProgressMeter
@@ -219,7 +220,7 @@ class Coordinator:
                 flight = tuple((lease, start, stop) for lease, start, stop in message["in_flight"])
                 where = self._units_of(name, flight)
                 _log.warning("the engine of worker %s died%s: %s%s", name, where, reason, last_words)
-                if memory and not hung:
+                if FOR_ENGINES in memory and not hung:  # it may have been memory: the user can do something
                     self._note(f"the engine of worker {name} died{where}: {reason}{memory}")
                 self._forget_engine(name)
                 return ev.EngineDied(name, reason, flight, message["fatal"], last_words)

@@ -28,7 +28,7 @@ OPTIONS = {
     "submit": ["--dry-run", "--extend", "--fresh", "--help", "--set", "JOB"],
     "plan": ["--help", "--set", "JOB"],
     "status": ["--help", "--json", "JOB"],
-    "verify": ["--help", "JOB"],
+    "verify": ["--deep", "--help", "--sample", "JOB"],
     "retry": ["--class", "--help", "--set", "JOB"],
     "schema": ["--help"],
     "inspect": ["--help", "MODEL"],
