@@ -14,10 +14,12 @@ import pytest
 
 from batchinfer.cluster import tasks
 from batchinfer.cluster.coordinator import Coordinator, _News
+from batchinfer.cluster.out_of_memory import FOR_ENGINES
 from batchinfer.cluster.progress import Progress
 from batchinfer.cluster.resume import find_committed
 from batchinfer.cluster.timings import RunTimings
 from batchinfer.job import events as ev
+from batchinfer.job.leases import Lease, WorkerState
 from batchinfer.job.state import JobState, WindowPlan
 from tests.cluster.test_resume_files import Planned
 
@@ -136,3 +138,24 @@ def test_a_window_with_some_parts_out_is_not_counted_twice(
     coordinator.close()
     assert coordinator.end == ev.EndJob("done")
     assert [(progress.tally.rows, progress.tally.failed) for progress in told] == [((3, 1), (2, 0))[chunk], (5, 1)]
+
+
+def test_an_engine_that_memory_may_have_ended_is_told_with_its_unit(make: Callable[..., Coordinator]) -> None:
+    coordinator = make()
+    lease = Lease(worker="w0", piece=ev.Piece(window=2, unit=7, start=0, stop=50))
+    coordinator.state.leases.workers["w0"] = WorkerState(phase="ready", leases={4: lease})
+    died = {
+        "t": "died",
+        "name": "w0",
+        "reason": "signal 9",
+        "last_words": "",
+        "in_flight": [[4, 10, 20]],
+        "fatal": False,
+    }
+    coordinator._understand(_News({**died, "memory": "; not for want of memory, it seems"}))
+    assert coordinator.notes == []
+    event = coordinator._understand(_News({**died, "memory": f"; it took 3.00 GiB at most: {FOR_ENGINES}"}))
+    (note,) = coordinator.notes
+    assert "died while it ran rows 10 to 19 of unit 7, window 2: signal 9; it took 3.00 GiB" in note
+    assert isinstance(event, ev.EngineDied)
+    assert event.reason == "signal 9"
