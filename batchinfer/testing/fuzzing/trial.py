@@ -142,8 +142,17 @@ def run_here(job: ResolvedJob) -> None:
         feed = RowFeed(load_engine(job.engine_config), job, epoch=1, report=lambda message: None)
         try:
             for unit in plan.units:
-                where = {"window": window.window, "unit": unit.unit, "epoch": plan.epoch}
-                feed.add(open_lease(job.layout, lease=unit.unit, start=0, stop=unit.num_rows, **where))
+                lease = open_lease(
+                    job.layout,
+                    lease=unit.unit,
+                    window=window.window,
+                    unit=unit.unit,
+                    epoch=plan.epoch,
+                    start=0,
+                    stop=unit.num_rows,
+                    fingerprint=job.fingerprint,
+                )
+                feed.add(lease)
                 while feed.busy:
                     feed.step()
         finally:
