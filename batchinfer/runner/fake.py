@@ -17,6 +17,7 @@ Parameters of a `fake://hash?...` or `fake://echo?...` URL (numbers):
     eos_rate                how often the next token is EOS, 0 to 1; default 0
     step_delay_ms           sleep in every step
     crash_token             a prompt that holds this id kills the process (exit code 13)
+    crash_signal            by this signal instead, for instance 11 (SIGSEGV)
     raise_token             a prompt that holds this id makes every step with it raise RuntimeError
     nan_token               a prompt that holds this id ends with an error for non-finite logits
     max_step_tokens         a step with more tokens raises OutOfMemory
@@ -27,6 +28,7 @@ Parameters of a `fake://hash?...` or `fake://echo?...` URL (numbers):
 from __future__ import annotations
 
 import os
+import signal
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -49,7 +51,16 @@ _EOS_UNITS = 1 << 20
 _FIRST_TOKEN, _NUM_TOKENS = 33, 94  # printable ASCII without the blank
 
 KNOWN_PARAMETERS = frozenset(
-    ["num_blocks", "eos_rate", "step_delay_ms", "crash_token", "raise_token", "nan_token", "max_step_tokens"]
+    [
+        "num_blocks",
+        "eos_rate",
+        "step_delay_ms",
+        "crash_token",
+        "crash_signal",
+        "raise_token",
+        "nan_token",
+        "max_step_tokens",
+    ]
 )
 _MODEL_KEYS = frozenset(
     [
@@ -80,6 +91,7 @@ class FakeRunner:
         eos_rate: float = 0.0,
         step_delay_ms: float = 0.0,
         crash_token: int | None = None,
+        crash_signal: int | None = None,
         raise_token: int | None = None,
         nan_token: int | None = None,
         max_step_tokens: int | None = None,
@@ -95,6 +107,7 @@ class FakeRunner:
         self._eos_below = int(eos_rate * _EOS_UNITS)
         self._delay_s = step_delay_ms / 1000
         self._crash_token, self._raise_token, self._nan_token = crash_token, raise_token, nan_token
+        self._crash_signal = crash_signal
         self._has_faults = any(token is not None for token in (crash_token, raise_token, nan_token))
         self._max_step_tokens = max_step_tokens
         self._kv = [array("q", [-1]) * (g.num_blocks * g.block_size) for g in self.kv_groups]
@@ -293,6 +306,8 @@ class FakeRunner:
         for chunk in plan.chunks:
             prompt = self._traces[chunk.seq_id].spec.prompt_token_ids
             if self._crash_token is not None and self._crash_token in prompt:
+                if self._crash_signal is not None:
+                    signal.raise_signal(self._crash_signal)
                 os._exit(CRASH_EXIT_CODE)
             if self._raise_token is not None and self._raise_token in prompt:
                 raise RuntimeError(f"fake: token {self._raise_token} was in a prompt")

@@ -102,11 +102,14 @@ def test_a_killed_worker_is_replaced_and_its_engine_is_gone_within_seconds(folde
     folder.run("verify", "out")
 
 
-def test_the_poison_row_is_found_and_all_others_complete(folder: JobFolder) -> None:
+@pytest.mark.parametrize(
+    ("death", "told"), [("", "ended by exit code 13"), ("&crash_signal=11", "ended by signal 11 (SIGSEGV)")]
+)
+def test_the_poison_row_is_found_and_all_others_complete(folder: JobFolder, death: str, told: str) -> None:
     texts = [f"row {i}" for i in range(40)]
     texts[23] = "row ~ 23"
     folder.input({"text": texts})
-    folder.job(f"{FAST}&crash_token={ord('~')}", engine={"max_num_seqs": 8})
+    folder.job(f"{FAST}&crash_token={ord('~')}{death}", engine={"max_num_seqs": 8})
     folder.run(code=3, timeout=110)
     rows = folder.rows()
     bad = [i for i, row in enumerate(rows) if row["error"]]
@@ -114,7 +117,7 @@ def test_the_poison_row_is_found_and_all_others_complete(folder: JobFolder) -> N
     assert rows[23]["error"]["class"] == "engine_crash"
     # Part of the output: the same wherever and whenever the job runs.
     assert rows[23]["error"]["message"] == (
-        "The engine died 2 times while it ran this row alone: the engine process ended by exit code 13"
+        f"The engine died 2 times while it ran this row alone: the engine process {told}"
     )
     assert "its last words" in folder.logs()
     folder.run("verify", "out")
