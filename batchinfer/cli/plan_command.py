@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from batchinfer.cli.texts import count, duration, failed_text, num_bytes, number, table
+from batchinfer.cli.texts import count, counts_text, duration, num_bytes, number, table
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.plan_report import PlanReport, Survey
 from batchinfer.job.spec import JobSpec
@@ -66,7 +66,7 @@ def report_text(report: PlanReport) -> str:
     good = survey.rows - survey.rows_failed
     rows: list[tuple[str, object]] = [("rows", number(survey.rows))]
     if survey.rows_failed:
-        rows.append(("bad rows", f"{number(survey.rows_failed)} ({failed_text(survey.failed)})"))
+        rows.append(("bad rows", f"{number(survey.rows_failed)} ({counts_text(survey.failed)})"))
     if good:
         shared = 100 * survey.shared_tokens / max(survey.prompt_tokens, 1)
         rows += [
@@ -85,6 +85,8 @@ def report_text(report: PlanReport) -> str:
                 f"{number(survey.output_tokens)} assumed (each row's max_tokens, but no more than 256 a sample)",
             ),
         ]
+        if survey.clamped_rows:
+            rows.append(("cut by context", f"{count(survey.clamped_rows, 'row')} may not generate all of max_tokens"))
         if report.kv_bytes_per_token is not None:
             longest = num_bytes(report.kv_bytes_longest or 0)
             rows.append(("KV memory", f"{num_bytes(report.kv_bytes_per_token)} a token, {longest} the longest row"))

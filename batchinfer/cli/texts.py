@@ -61,8 +61,8 @@ def table(rows: Sequence[tuple[str, object]]) -> str:
     return "\n".join(f"  {key:<{width}}  {value}" for key, value in rows)
 
 
-def failed_text(failed: Mapping[str, int]) -> str:
-    return ", ".join(f"{number(count)} {name}" for name, count in sorted(failed.items(), key=lambda i: -i[1]))
+def counts_text(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number(count)} {name}" for name, count in sorted(counts.items(), key=lambda i: -i[1]))
 
 
 def result_text(result: JobResult) -> str:
@@ -70,11 +70,13 @@ def result_text(result: JobResult) -> str:
     head = "The job is finished already." if result.already_finished else "The job is finished."
     rows: list[tuple[str, object]] = [("rows", number(report.rows_done))]
     if report.rows_failed:
-        rows.append(("error rows", f"{number(report.rows_failed)} ({failed_text(report.failed)})"))
+        rows.append(("error rows", f"{number(report.rows_failed)} ({counts_text(report.failed)})"))
     rows += [
         ("tokens in", number(report.prompt_tokens) + sharing_text(report)),
         ("tokens out", number(report.completion_tokens)),
     ]
+    if report.finish_reasons:
+        rows.append(("ended by", counts_text(report.finish_reasons)))
     if report.arithmetic:
         rows.append(("computed in", report.arithmetic))
     if not result.already_finished:
@@ -113,7 +115,7 @@ def status_text(status: JobStatus) -> str:
         ("files", f"{number(status.parts_done)} of {number(status.parts_total)}"),
     ]
     if status.rows_failed:
-        classes = f" ({failed_text(status.failed)})" if status.failed else ""
+        classes = f" ({counts_text(status.failed)})" if status.failed else ""
         rows.append(("error rows", number(status.rows_failed) + classes))
     rows += [
         ("tokens", f"{number(status.prompt_tokens)} in, {number(status.completion_tokens)} out"),

@@ -36,6 +36,7 @@ class RowResults:
         self._rows = FIRST_SPAN_ROWS
         self.failed: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self.finish_reasons: Counter[str] = Counter()
         if not isinstance(results, ChunkResults):
             _check_complete(results, start, stop, name)
 
@@ -65,6 +66,9 @@ class RowResults:
         for column in ("prompt_tokens", "cached_tokens"):
             self.tokens[column] += _sum(good[column])
         self.tokens["completion_tokens"] += sum(_sum(c.flatten()) for c in good["completion_tokens"].chunks)
+        for reasons in good["finish_reason"].chunks:
+            for found in pc.value_counts(reasons.flatten()).to_pylist():
+                self.finish_reasons[found["values"]] += found["counts"]
         return table
 
 

@@ -41,6 +41,7 @@ class BrokenPart(BatchinferError):
 class PartSummary:
     """What a part holds; kept in its footer. Token counts are over completed rows.
 
+    finish_reasons   completions by how they ended
     input_hash    of the input columns that the caller named (`hash_columns`), in the input's own values
     carried_hash, result_hash   of the part's own columns
     """
@@ -53,6 +54,7 @@ class PartSummary:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    finish_reasons: Mapping[str, int]
     input_hash: str
     carried_hash: str
     result_hash: str
@@ -119,6 +121,7 @@ def write_part(
             prompt_tokens=found.tokens["prompt_tokens"],
             cached_tokens=found.tokens["cached_tokens"],
             completion_tokens=found.tokens["completion_tokens"],
+            finish_reasons=dict(sorted(found.finish_reasons.items())),
             input_hash=hashes.of_input(hash_columns),
             carried_hash=hashes.of_carried(layout.input_columns),
             result_hash=hashes.results.hexdigest(),

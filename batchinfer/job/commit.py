@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ log = logging.getLogger("batchinfer.job")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitSummary:
     """A committed part. `fresh`: published now, not found. Token counts are over completed rows, but for
-    `shareable_tokens`: over all that were planned, how many stand in a prefix of another row of the window."""
+    `shareable_tokens`: over all that were planned, how many stand in a prefix of another row of the window.
+    `finish_reasons`: completions by how they ended."""
 
     chunk: int
     num_rows: int
@@ -41,6 +42,7 @@ class CommitSummary:
     completion_tokens: int
     num_bytes: int
     shareable_tokens: int = 0
+    finish_reasons: Mapping[str, int] = field(default_factory=dict)
     fresh: bool = True
 
     @property
@@ -236,6 +238,7 @@ def _summary_of(footer: Mapping[str, Any], chunk: Chunk, path: Path) -> CommitSu
         completion_tokens=footer["completion_tokens"],
         num_bytes=path.stat().st_size,
         shareable_tokens=footer.get("shareable_tokens", 0),
+        finish_reasons=footer.get("finish_reasons", {}),
         fresh=False,
     )
 

@@ -22,7 +22,7 @@ from batchinfer.data.prepared import PreparedRows
 from batchinfer.job.context import JobContext, open_context
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.planner import iter_prepared_batches
-from batchinfer.job.token_order import RaggedTokens, neighbour_lcp, sort_rows
+from batchinfer.job.token_order import Ints, RaggedTokens, neighbour_lcp, sort_rows
 from batchinfer.job.units import num_duplicates, output_tokens
 from batchinfer.job.windows import Window
 from batchinfer.modelfiles import ModelFiles, open_model
@@ -53,6 +53,7 @@ class Survey:
     shared_tokens    prompt tokens that stand in a prefix of another row: computed once
     output_tokens    assumed: each row's max_tokens, at most 256 a sample
     longest_tokens   of one row: prompt and the most it may generate
+    clamped_rows     rows whose max_tokens does not fit into the context behind the prompt
     """
 
     rows: int = 0
@@ -65,6 +66,7 @@ class Survey:
     duplicate_rows: int = 0
     output_tokens: int = 0
     longest_tokens: int = 0
+    clamped_rows: int = 0
 
     @property
     def computed_tokens(self) -> int:
@@ -133,6 +135,7 @@ def survey_window(job: ResolvedJob, window: Window) -> Survey:
     lengths = tokens.lengths
     output = output_tokens(job, rows)
     buckets = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    wanted = _wanted_tokens(job, rows)
     counts = np.bincount(buckets) if len(buckets) else np.zeros(0, dtype=np.int64)
     return Survey(
         rows=len(rows) + sum(failed.values()),
@@ -144,7 +147,8 @@ def survey_window(job: ResolvedJob, window: Window) -> Survey:
         shared_tokens=int(lcp.sum()),
         duplicate_rows=num_duplicates(lcp, lengths[order]),
         output_tokens=int(output.sum()),
-        longest_tokens=_longest(job, rows),
+        longest_tokens=int(np.minimum(wanted, job.max_model_len).max()) if len(rows) else 0,
+        clamped_rows=int(np.count_nonzero(wanted > job.max_model_len)),
     )
 
 
@@ -169,6 +173,7 @@ def merge_surveys(surveys: Iterable[Survey]) -> Survey:
         duplicate_rows=sum(s.duplicate_rows for s in surveys),
         output_tokens=sum(s.output_tokens for s in surveys),
         longest_tokens=max((s.longest_tokens for s in surveys), default=0),
+        clamped_rows=sum(s.clamped_rows for s in surveys),
     )
 
 
@@ -249,17 +254,15 @@ def _predict(files: ModelFiles, survey: Survey, arithmetic: Arithmetic) -> tuple
     )
 
 
-def _longest(job: ResolvedJob, rows: PreparedRows) -> int:
-    """Tokens of the row that needs most KV memory, if it generates all that it may."""
-    if not len(rows):
-        return 0
-    limit = job.max_model_len
-    most = np.full(len(rows), job.sampling.max_tokens or limit, dtype=np.int64)
+def _wanted_tokens(job: ResolvedJob, rows: PreparedRows) -> Ints:
+    """[n]: each row's prompt and max_tokens together; without a max_tokens, all of the context."""
+    most = [job.sampling.max_tokens] * len(rows)
     if rows.params is not None:
         for i, params in enumerate(rows.params_list()):
             if params is not None:
-                most[i] = job.sampling_of(params).max_tokens or limit
-    return int(np.minimum(rows.lengths + most, limit).max())
+                most[i] = job.sampling_of(params).max_tokens
+    unlimited = np.array([m is None for m in most], dtype=bool)
+    return np.where(unlimited, job.max_model_len, rows.lengths + np.array([m or 0 for m in most], dtype=np.int64))
 
 
 def _first_prompt(job: ResolvedJob, context: JobContext) -> tuple[str, str, int, int] | None:

@@ -26,6 +26,7 @@ class JobReport:
     shareable_tokens  the most that could have been shared: tokens of all planned rows that stand in a prefix of
                       another row, token by token, each window's rows sorted
     failed            error rows by class
+    finish_reasons    completions by how they ended
     arithmetic        how the model computes, and who chose that; "" for a fake model
     """
 
@@ -36,6 +37,7 @@ class JobReport:
     cached_tokens: int = 0
     shareable_tokens: int = 0
     completion_tokens: int = 0
+    finish_reasons: Mapping[str, int] = field(default_factory=dict)
     parts_total: int = 0
     parts_done: int = 0
     num_bytes: int = 0
@@ -70,6 +72,7 @@ def summarize(job: ResolvedJob) -> JobReport:
     total = done = parts = parts_done = 0
     failed: Counter[str] = Counter()
     sums: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
     for chunk in job_chunks(job):
         parts += 1
         total += chunk.num_rows
@@ -78,6 +81,7 @@ def summarize(job: ResolvedJob) -> JobReport:
             parts_done += 1
             done += summary.num_rows
             failed.update(summary.failed)
+            reasons.update(summary.finish_reasons)
             sums.update(_countable(summary))
     computed = job.arithmetic
     return JobReport(
@@ -90,6 +94,7 @@ def summarize(job: ResolvedJob) -> JobReport:
         cached_tokens=sums["cached_tokens"],
         shareable_tokens=sums["shareable_tokens"],
         completion_tokens=sums["completion_tokens"],
+        finish_reasons=dict(sorted(reasons.items())),
         num_bytes=sums["num_bytes"],
         arithmetic="" if computed.kernels == "fake" else f"{computed} ({computed.sources['quantization']})",
     )

@@ -70,7 +70,14 @@ def test_per_row_settings_count(shop):
     spec = shop.spec(input={"sampling_columns": {"max_tokens": "m", "n": "k"}})
     survey = plan_report(resolve_job(spec)).survey
     assert survey.output_tokens == 100 + 3 * 8
-    assert survey.longest_tokens == 102
+    assert survey.longest_tokens == 102 and survey.clamped_rows == 0
+
+
+def test_rows_whose_max_tokens_does_not_fit_are_counted(shop):
+    shop.write("a.parquet", {"prompt": ["x" * 16, "x" * 17, "x" * 31, "x" * 5], "m": [16, 16, 2, None]})
+    spec = shop.spec(input={"sampling_columns": {"max_tokens": "m"}}, engine={"max_model_len": 32})
+    survey = plan_report(resolve_job(spec)).survey
+    assert survey.clamped_rows == 2 and survey.longest_tokens == 32
 
 
 def test_kv_memory_and_weights_of_the_demo_models_shape():

@@ -158,6 +158,7 @@ def test_sums_over_parts(shop):
     report = summarize(job)
     assert (report.prompt_tokens, report.cached_tokens, report.computed_tokens) == (5, 2, 3)
     assert report.completion_tokens == 6 and report.failed == {"invalid_prompt": 1}
+    assert report.finish_reasons == {"stop": 2}
     assert report.exit_code == 3 and report.num_bytes > 0
 
 
