@@ -333,8 +333,9 @@ def _flattened(array: pa.Array) -> pa.Array:
     except pa.ArrowNotImplementedError:
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_pylist()
         starts = array.offsets.to_pylist()
-        pieces = [array.values.slice(start, size) for start, size in zip(starts, lengths, strict=False) if size]
-        return pa.concat_arrays(pieces or [array.values.slice(0, 0)])
+        values = _without_run_ends(array.values) if t.is_run_end_encoded(array.values.type) else array.values
+        pieces = [values.slice(start, size) for start, size in zip(starts, lengths, strict=False) if size]
+        return pa.concat_arrays(pieces or [values.slice(0, 0)])
 
 
 def _conform_map(array: pa.Array, target: pa.DataType) -> pa.Array:

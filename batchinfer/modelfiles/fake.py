@@ -40,7 +40,7 @@ def open_fake(url: str) -> ModelFiles:
         config[renamed.get(key, key)] = _number_or_text(text)
     for key, least in (("vocab_size", MIN_VOCAB), ("max_position_embeddings", 2)):
         if not isinstance(config[key], int) or config[key] < least:
-            raise ModelError(f"{url}: {key} must be an integer of at least {least}, got {config[key]!r}")
+            raise ModelError(f"model.path {url}: {key} must be an integer of at least {least}, got {config[key]!r}")
     return ModelFiles(
         name=url,
         kind="fake",

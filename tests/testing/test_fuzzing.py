@@ -195,6 +195,14 @@ def test_times_that_python_cannot_hold_are_numbers_in_prompts(tmp_path: Path) ->
             pa.array(range(13), pa.int32()), pa.RunEndEncodedArray.from_arrays([12], pa.array([1.5]))
         ),
         pa.ListViewArray.from_arrays([0] * 12, [1] * 12, pa.array([[b"a"]], pa.list_(pa.binary_view()))),
+        pa.ListViewArray.from_arrays(
+            [0] * 12,
+            [1] * 12,
+            pa.RunEndEncodedArray.from_arrays(
+                [1], pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}"], pa.string()))
+            ),
+            mask=pa.array([False, True] * 6),
+        ),
         pa.MapArray.from_arrays(
             pa.array([None, *range(12)], pa.int32()),
             pa.array(range(11), pa.int32()),
@@ -207,6 +215,7 @@ def test_times_that_python_cannot_hold_are_numbers_in_prompts(tmp_path: Path) ->
         "runs of views",
         "runs in lists",
         "views in lists",
+        "runs in null lists",
         "uuids in maps",
     ],
 )
