@@ -7,7 +7,7 @@ so the whole head, are kept in bfloat16. Activations between products are float3
 from __future__ import annotations
 
 import torch
-from batchinfer_kernels.int8 import GROUP, Int8Ops, QuantizedRows
+from batchinfer_kernels.int8 import TURNED, Int8Ops, QuantizedRows
 from batchinfer_kernels.native.int8 import PackedLayer
 from batchinfer_kernels.table import Ops
 from torch import Tensor
@@ -87,7 +87,7 @@ class Int8Weights:
 
 
 class _Rows:
-    """A layer's rows as they come, quantized: values int8 [N8, K], scales float32 [N8, G], plain bfloat16 [N16, K]."""
+    """A layer's rows as they come, quantized: values int8 [N8, Kp], scales float32 [N8], plain bfloat16 [N16, K]."""
 
     def __init__(self, shape: LinearShape, ops: Int8Ops) -> None:
         self._ops = ops
@@ -96,8 +96,9 @@ class _Rows:
         self.plain: Tensor | None = None
         self._num_values = shape.out_features - shape.num_sensitive
         if self._num_values:
-            self.values = torch.empty(self._num_values, shape.in_features, dtype=torch.int8)
-            self.scales = torch.empty(self._num_values, -(-shape.in_features // GROUP))
+            padded = -(-shape.in_features // TURNED) * TURNED
+            self.values = torch.empty(self._num_values, padded, dtype=torch.int8)
+            self.scales = torch.empty(self._num_values)
         if shape.num_sensitive:
             self.plain = torch.empty(shape.num_sensitive, shape.in_features, dtype=torch.bfloat16)
 

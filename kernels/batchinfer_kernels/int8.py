@@ -1,12 +1,14 @@
 """Products of int8 weights and uint8 activations: types, the table's functions, and their specification in torch.
 
-Weights are symmetric: one scale for each output feature and group of GROUP inputs. Activations are asymmetric: one
-scale and one zero point for each token and group. Within a group a product is an exact integer, so that a row's bytes
-do not depend on the rows beside it, nor on the machine. The last output features of a layer may be kept in bfloat16
-instead ("plain"), for parts whose errors count for more; they take the activations rounded to bfloat16.
+Both are turned before they are quantized: each block of TURNED inputs goes through the same orthogonal (Walsh-Hadamard)
+transform, which leaves products as they are and spreads over the block what a few inputs have too much of. Then both
+are symmetric: weights with one scale for each output feature, activations with one for each token and group of GROUP
+inputs. Within a group a product is an exact integer, so that a row's bytes do not depend on the rows beside it, nor on
+the machine. The last output features of a layer may be kept in bfloat16 instead ("plain"), for parts whose errors count
+for more; they take the activations rounded to bfloat16, and neither is turned.
 
-Legend: T tokens, K inputs, Kp = K padded with zeros to whole groups, G = Kp / GROUP, N8 output features in int8, N16
-in bfloat16, N = N8 + N16, I inner features of a gated layer. `native` has the same in C.
+Legend: T tokens, K inputs, Kp = K padded with zeros to whole blocks, G = Kp / GROUP, rounded up, N8 output features in
+int8, N16 in bfloat16, N = N8 + N16, I inner features of a gated layer. `native` has the same in C.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,17 +26,19 @@ from torch import Tensor
 from batchinfer_kernels import cpu, reference
 from batchinfer_kernels.probe import RowRule
 
-GROUP = 64
-LEAST_RANGE = 1e-30
+TURNED = 64
+GROUP = 128
+MOST = 127
+ZERO = 128  # what stands for 0 among the bytes of activations
+LEAST = 1e-30
 
 
 class QuantizedRows(Protocol):
-    """Activations: (values - zeros) * scales, by group.
+    """Activations, turned: (values - ZERO) * scales, by group.
 
     values  uint8 [T, Kp]
     scales  float32 [T, G]; NaN where the group held a value that is not finite
-    zeros   int32 [T, G]
-    plain   bfloat16 [T, Kp], where a layer has plain features; then the others may be of width 0
+    plain   bfloat16 [T, Kp], not turned, where a layer has plain features; then the others may be of width 0
     """
 
     @property
@@ -41,9 +46,6 @@ class QuantizedRows(Protocol):
 
     @property
     def scales(self) -> Tensor: ...
-
-    @property
-    def zeros(self) -> Tensor: ...
 
     @property
     def plain(self) -> Tensor | None: ...
@@ -57,7 +59,6 @@ class ReferenceRows:
 
     values: Tensor
     scales: Tensor
-    zeros: Tensor
     plain: Tensor | None
 
     def __len__(self) -> int:
@@ -68,18 +69,18 @@ class Int8Ops(Protocol):
     """`Ops.int8`. A packed layer is a dict of tensors that only the implementation that made it knows."""
 
     def quantize_weight(self, rows: Tensor, values: Tensor, scales: Tensor) -> None:
-        """Rows float32 [n, K], which may be overwritten, to values int8 [n, K] and scales float32 [n, G]; all on the
-        CPU and contiguous. Several threads may do this."""
+        """Rows float32 [n, K], which may be overwritten, to values int8 [n, Kp] and scales float32 [n]; all on the CPU
+        and contiguous. Several threads may do this."""
         ...
 
     def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> dict[str, Tensor]:
-        """values int8 [N8, K] with scales float32 [N8, G], then plain bfloat16 [N16, K]; one of them may be None."""
+        """values int8 [N8, Kp] with scales float32 [N8], then plain bfloat16 [N16, K]; one of them may be None."""
         ...
 
     def pack_gated(
         self, gate_values: Tensor, gate_scales: Tensor, up_values: Tensor, up_scales: Tensor
     ) -> dict[str, Tensor]:
-        """A layer for `gated`: int8 [I, K] and float32 [I, G], twice."""
+        """A layer for `gated`: int8 [I, Kp] and float32 [I], twice."""
         ...
 
     def quantize(self, x: Tensor, *, values: bool = True, plain: bool = False) -> QuantizedRows:
@@ -114,26 +115,25 @@ class ReferenceInt8:
         self._product = cpu.make_linear(rows)
 
     def quantize_weight(self, rows: Tensor, values: Tensor, scales: Tensor) -> None:
-        """By group: scale = max |w| / 127, value = round(w / scale), to nearest even. A group whose scale is no
-        normal number has zeros and the scale 0, one with a weight that is not finite zeros and the scale NaN."""
+        """Turned; then scale = max |w| / 127, value = round(w * 127 / max |w|), to nearest even. A row whose scale is
+        no normal number has zeros and the scale 0, one with a weight that is not finite zeros and the scale NaN."""
         # In numpy: on many small pieces, in threads of the loader's own, which torch would multiply.
-        for start, stop in _spans(rows.shape[1]):
-            groups = rows.numpy()[:, start:stop].reshape(len(rows), -1, min(GROUP, stop - start))
-            step = np.maximum(groups.max(-1), -groups.min(-1))
-            sick = ~np.isfinite(step)
-            step[sick] = np.nan
-            step /= np.float32(127)
-            step[step < np.finfo(np.float32).tiny] = 0
-            scales.numpy()[:, start // GROUP : -(-stop // GROUP)] = step
-            groups[sick] = 0
-            step[sick | (step == 0)] = np.inf
-            groups /= step[..., None]
-            values.numpy()[:, start:stop] = np.rint(groups, out=groups).reshape(len(rows), -1)
+        blocks = _blocks(rows.numpy())
+        turn_blocks(blocks)
+        turned = blocks.reshape(len(rows), -1)
+        most = np.abs(turned).max(-1)
+        sick = ~np.isfinite(most)
+        step = np.where(sick, np.float32(np.nan), most / np.float32(MOST))
+        step[step < np.finfo(np.float32).tiny] = 0
+        scales.numpy()[:] = step
+        turned[sick] = 0
+        factor = np.float32(MOST) / np.where(sick | (step == 0), np.float32(np.inf), most)
+        values.numpy()[:] = np.rint(turned * factor[:, None])
 
     def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> dict[str, Tensor]:
         packed: dict[str, Tensor] = {}
         if values is not None and scales is not None:
-            packed |= {"values": _padded(values), "scales": scales}
+            packed |= {"values": values, "scales": scales}
         if plain is not None:
             packed["plain"] = _padded(plain)
         return packed
@@ -144,22 +144,19 @@ class ReferenceInt8:
         return self.pack(torch.cat((gate_values, up_values)), torch.cat((gate_scales, up_scales)), None)
 
     def quantize(self, x: Tensor, *, values: bool = True, plain: bool = False) -> QuantizedRows:
-        """By group: low = min(x, 0), high = max(x, 0), scale = (high - low) / 255, steps = 255 / (high - low),
-        zero = round(-low * steps), value = clamp(round(x * steps) + zero, 0, 255); to nearest even. All are zero
-        where high - low is below LEAST_RANGE."""
+        """Turned; then by group: scale = max |x| / 127, value = round(x * 127 / max |x|) + ZERO, to nearest even.
+        Values are ZERO and the scale 0 where max |x| is below LEAST."""
         x = _padded(x)
         rounded = x.to(torch.bfloat16) if plain else None
         if not values:
             none = x.new_empty(x.shape[0], 0)
-            return ReferenceRows(none.to(torch.uint8), none, none.to(torch.int32), rounded)
-        groups = x.view(x.shape[0], -1, GROUP)
-        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        width = high - low  # NaN or infinite if a value is; infinite, too, where it overflows
-        steps = torch.where((width >= LEAST_RANGE) & width.isfinite(), 255 / width, 0)
-        zeros = (-low * steps).nan_to_num(0).round()
-        codes = ((groups * steps[..., None]).nan_to_num(0).round() + zeros[..., None]).clamp(0, 255)
-        scales = torch.where(width >= LEAST_RANGE, width / 255, 0).where(width.isfinite(), torch.nan)
-        return ReferenceRows(codes.to(torch.uint8).view(x.shape), scales, zeros.to(torch.int32), rounded)
+            return ReferenceRows(none.to(torch.uint8), none, rounded)
+        groups = F.pad(turn(x), (0, -x.shape[1] % GROUP)).view(x.shape[0], -1, GROUP)
+        most = groups.abs().amax(-1)  # NaN or infinite if a value is
+        factors = torch.where((most >= LEAST) & most.isfinite(), MOST / most, 0)
+        codes = (groups * factors[..., None]).nan_to_num(0, 0, 0).round() + ZERO
+        scales = torch.where(most >= LEAST, most / MOST, 0).where(most.isfinite(), torch.nan)
+        return ReferenceRows(codes.to(torch.uint8).view(x.shape[0], -1)[:, : x.shape[1]].contiguous(), scales, rounded)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, values: bool = True, plain: bool = False
@@ -188,25 +185,43 @@ class ReferenceInt8:
         return y.argmax(-1), y.isfinite().all(-1)
 
 
-def _spans(width: int) -> list[tuple[int, int]]:
-    """K inputs as whole groups, and what is left."""
-    whole = width // GROUP * GROUP
-    return [(start, stop) for start, stop in ((0, whole), (whole, width)) if start < stop]
+def turn(x: Tensor) -> Tensor:
+    """x float32 [T, Kp], turned."""
+    turned = x.cpu().contiguous().clone().view(-1, TURNED)
+    turn_blocks(turned.numpy())
+    return turned.view(x.shape).to(x.device)
+
+
+def turn_blocks(x: npt.NDArray[np.float32]) -> None:
+    """Walsh-Hadamard transform of x [blocks, TURNED], in place: orthogonal, with sums of neighbours first."""
+    width = 1
+    with np.errstate(over="ignore", invalid="ignore"):  # sums of what is huge, or infinite already
+        while width < TURNED:
+            pairs = x.reshape(len(x), -1, 2, width)
+            first, second = pairs[:, :, 0].copy(), pairs[:, :, 1]
+            pairs[:, :, 0] += second
+            np.subtract(first, second, out=second)
+            width *= 2
+    x *= np.float32(TURNED**-0.5)  # a power of two: exact
 
 
 def _padded(x: Tensor) -> Tensor:
-    return F.pad(x, (0, -x.shape[1] % GROUP))
+    return F.pad(x, (0, -x.shape[1] % TURNED))
+
+
+def _blocks(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Rows [n, K] as [n * Kp / TURNED, TURNED]."""
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % TURNED))).reshape(-1, TURNED)
 
 
 def _int8_product(x: QuantizedRows, values: Tensor, scales: Tensor) -> Tensor:
-    """y[t, n] = sum over groups, in order, of x.scales[t] * (scales[n] * float(I[t, n])), each step a fused
-    multiply-add in float32, where I = sum over k of (x.values[t, k] - x.zeros[t]) * values[n, k] is exact."""
+    """y[t, n] = scales[n] * (sum over groups, in order, of x.scales[t] * float(I[t, n])), each step of the sum a fused
+    multiply-add in float32, where I = sum over k of (x.values[t, k] - ZERO) * values[n, k] is exact."""
     y = torch.zeros(len(x), values.shape[0], device=values.device)
-    for g in range(scales.shape[1]):
+    for g in range(x.scales.shape[1]):
         span = slice(g * GROUP, (g + 1) * GROUP)
-        # Sums of up to 64 * 255 * 127 are exact in float32, in any order.
-        exact = x.values[:, span].float() @ values[:, span].float().T
-        exact -= x.zeros[:, g, None].float() * values[:, span].float().sum(-1)
+        # Sums of up to 128 * 127 * 127 are exact in float32, in any order.
+        exact = (x.values[:, span].float() - ZERO) @ values[:, span].float().T
         # A product of float32 numbers is exact in float64: this rounds as a fused multiply-add does.
-        y = (y.double() + x.scales[:, g, None].double() * (scales[:, g] * exact).double()).float()
-    return y
+        y = (y.double() + x.scales[:, g, None].double() * exact.double()).float()
+    return y * scales

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from batchinfer_kernels import cpu
-from batchinfer_kernels.int8 import GROUP, QuantizedRows, ReferenceInt8
+from batchinfer_kernels.int8 import GROUP, LEAST, TURNED, ZERO, QuantizedRows, ReferenceInt8, turn
 from batchinfer_kernels.probe import STRICT, find_row_rule
 from batchinfer_kernels.table import resolve
 from torch import Tensor
 
 OPS = ReferenceInt8(STRICT)
-WIDTHS = (64, 100, 576, 1)
+WIDTHS = (64, 100, 576, 1, 128)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -26,19 +26,48 @@ def activations(rows: int, width: int) -> Tensor:
 
 
 def layer(features: int, width: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """values int8 [N, K], scales [N, G]."""
+    """values int8 [N, Kp], scales [N]."""
     draw = torch.Generator().manual_seed(seed)
-    values = torch.randint(-127, 128, (features, width), generator=draw, dtype=torch.int8)
-    return values, torch.rand(features, -(-width // GROUP), generator=draw) + 0.01
+    values = torch.randint(-127, 128, (features, padded(width)), generator=draw, dtype=torch.int8)
+    return values, torch.rand(features, generator=draw) + 0.01
+
+
+def padded(width: int) -> int:
+    return -(-width // TURNED) * TURNED
 
 
 def dense(values: Tensor, scales: Tensor) -> Tensor:
-    return values.double() * scales.double().repeat_interleave(GROUP, 1)[:, : values.shape[1]]
+    return values.double() * scales.double()[:, None]
 
 
-def dequantized(x: QuantizedRows, width: int) -> Tensor:
-    codes = x.values.double().view(len(x), -1, GROUP) - x.zeros.double()[..., None]
-    return (codes * x.scales.double()[..., None]).view(len(x), -1)[:, :width]
+def steps(x: QuantizedRows) -> Tensor:
+    return x.scales.double().repeat_interleave(GROUP, 1)[:, : x.values.shape[1]]
+
+
+def dequantized(x: QuantizedRows) -> Tensor:
+    """float64 [T, Kp], turned."""
+    return (x.values.double() - ZERO) * steps(x)
+
+
+def hadamard(width: int) -> Tensor:
+    """What blocks are turned by, as float64 [Kp, Kp]."""
+    block = torch.ones(1, 1, dtype=torch.float64)
+    while len(block) < TURNED:
+        block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
+    return torch.block_diag(*[block / TURNED**0.5] * (padded(width) // TURNED))
+
+
+@pytest.mark.parametrize("width", [64, 192])
+def test_turning_is_orthogonal_and_leaves_a_product_as_it_is(width: int) -> None:
+    x, weight = activations(9, width), normal(20, width, seed=1)
+    turned = turn(x)
+    assert (turned - x.double() @ hadamard(width).T).abs().max() <= 1e-6 * x.abs().max()
+    assert (turn(turned) - x).abs().max() <= 1e-6 * x.abs().max()
+    product, expected = turned.double() @ turn(weight).double().T, x.double() @ weight.double().T
+    assert (product - expected).abs().max() <= 1e-6 * (x.double().norm(dim=1).max() * weight.double().norm(dim=1).max())
+    unit = torch.zeros(1, width)
+    unit[0, 3] = 8.0
+    assert turn(unit)[0, :TURNED].abs().eq(1).all() and not turn(unit)[0, TURNED:].any()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -46,27 +75,25 @@ def test_a_quantized_row_is_near_the_row(width: int) -> None:
     x = activations(9, width)
     x[3, :GROUP] = 0
     rows = OPS.quantize(x, plain=True)
-    padded = -(-width // GROUP) * GROUP
-    assert rows.values.shape == (9, padded) and rows.scales.shape == rows.zeros.shape == (9, padded // GROUP)
-    assert len(rows) == 9
-    # Half a step, and another half where the zero point was rounded as well and a value fell off the end.
-    error = (dequantized(rows, width) - x.double()).abs()
-    assert (error <= rows.scales.double().repeat_interleave(GROUP, 1)[:, :width] * 1.001).all()
-    assert error.mean() <= 0.3 * rows.scales.double().mean()
-    assert ((rows.zeros >= 0) & (rows.zeros <= 255)).all()
-    assert not dequantized(rows, padded)[:, width:].any()  # the padding is exactly nothing
-    assert not rows.scales[3, 0] and not rows.values[3, :GROUP].any() and not rows.zeros[3, 0]
+    assert rows.values.shape == (9, padded(width)) and rows.values.is_contiguous()
+    assert rows.scales.shape == (9, -(-padded(width) // GROUP)) and len(rows) == 9
+    whole = torch.nn.functional.pad(x, (0, padded(width) - width))
+    assert ((dequantized(rows) - turn(whole).double()).abs() <= 0.5001 * steps(rows)).all()
+    # Turned back, what was not there is within the error of the others.
+    back = dequantized(rows) @ hadamard(width)
+    assert ((back - whole).norm(dim=1) <= 0.5001 * steps(rows).norm(dim=1)).all()
+    assert not rows.scales[3, 0] and (rows.values[3, :GROUP] == ZERO).all()
     assert rows.plain is not None and torch.equal(rows.plain[:, :width], x.bfloat16())
 
 
-def test_zero_and_the_ends_of_a_group_are_exact() -> None:
-    """Whatever a group's range: zero is a value of its own, so that padding and masked inputs add nothing."""
-    x = torch.zeros(3, GROUP)
-    x[0, :2], x[1, :2], x[2, :2] = torch.tensor([-255.0, 255.0]), torch.tensor([10.0, 20.0]), torch.tensor([-4.0, -8.0])
-    rows = OPS.quantize(x)
-    assert rows.zeros[:, 0].tolist() == [128, 0, 255]
-    assert rows.scales[:, 0].tolist() == pytest.approx([2.0, 20 / 255, 8 / 255])
-    assert not dequantized(rows, GROUP)[:, 2:].any()
+def test_the_largest_of_a_group_is_a_whole_number_of_steps_and_zero_is_zero() -> None:
+    turned = torch.zeros(2, 3 * TURNED)
+    turned[0, [0, 5, 70, 130]] = torch.tensor([127.0, -3.0, 64.0, -2.0])
+    turned[1, 191] = LEAST / 2
+    rows = OPS.quantize(turn(turned))
+    assert (rows.values[0, [0, 5, 70, 130]].int() - ZERO).tolist() == [127, -3, 64, -127]
+    assert rows.scales[0].tolist() == [1, pytest.approx(2 / 127)]
+    assert (rows.values == ZERO).sum() == rows.values.numel() - 4 and not rows.scales[1].any()
 
 
 def test_only_what_is_asked_for_is_made() -> None:
@@ -81,12 +108,12 @@ def test_only_what_is_asked_for_is_made() -> None:
 
 @pytest.mark.parametrize("sick", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_in_its_row(sick: float) -> None:
-    x = activations(6, 192)
+    x = activations(6, 320)
     healthy = OPS.quantize(x)
-    x[2, 70] = sick
+    x[2, 130] = sick
     rows = OPS.quantize(x, plain=True)
     assert rows.scales[2].isnan().tolist() == [False, True, False]
-    y = OPS.linear(rows, OPS.pack(*layer(40, 192), normal(8, 192).bfloat16()), None, None)
+    y = OPS.linear(rows, OPS.pack(*layer(40, 320), normal(8, 320).bfloat16()), None, None)
     others = [0, 1, 3, 4, 5]
     assert not y[2].isfinite().any() and y[others].isfinite().all()
     assert torch.equal(rows.values[others], healthy.values[others])
@@ -99,7 +126,7 @@ def test_a_product_is_that_of_the_dequantized_factors(width: int) -> None:
     rows = OPS.quantize(x, plain=True)
     y = OPS.linear(rows, OPS.pack(values, scales, plain), bias, None)
     assert y.dtype == torch.float32
-    left, right = dequantized(rows, width), dense(values, scales)
+    left, right = dequantized(rows), dense(values, scales)
     magnitude = left.abs() @ right.T.abs() + bias[:50].abs()
     assert ((y[:, :50].double() - left @ right.T - bias[:50]).abs() <= 1e-6 * magnitude).all()
     wide = x.bfloat16().double()
@@ -117,10 +144,10 @@ def test_gated_is_silu_of_the_gate_times_up() -> None:
     gate, up = layer(100, 128, seed=2), layer(100, 128, seed=3)
     x, bias = OPS.quantize(activations(5, 128) * 1e-3), normal(200)
     rows = OPS.gated(x, OPS.pack_gated(*gate, *up), bias)
-    left = dequantized(x, 128)
+    left = dequantized(x)
     gates, ups = (left @ dense(*part).T + b for part, b in zip((gate, up), bias.chunk(2), strict=True))
-    error = (dequantized(rows, 100) - torch.nn.functional.silu(gates) * ups).abs()
-    assert (error <= rows.scales.double().repeat_interleave(GROUP, 1)[:, :100] * 1.01).all()
+    expected = torch.nn.functional.pad(torch.nn.functional.silu(gates) * ups, (0, 28)) @ hadamard(100).T
+    assert ((dequantized(rows) - expected).abs() <= 0.51 * steps(rows)).all()
 
 
 def test_rows_have_the_same_bytes_in_any_batch() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batchinfer_kernels.int8 import GROUP, ReferenceInt8
+from batchinfer_kernels.int8 import TURNED, ReferenceInt8, turn
 from batchinfer_kernels.native import library
 from batchinfer_kernels.probe import STRICT
 from batchinfer_kernels.table import resolve
@@ -45,10 +45,10 @@ def rounded(name: str, weight: Tensor) -> Tensor:
         return weight
     if "v_proj" in name or "lm_head" in name:
         return weight.bfloat16().float()
-    values = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(len(weight), -(-weight.shape[1] // GROUP))
+    values = torch.empty(len(weight), -(-weight.shape[1] // TURNED) * TURNED, dtype=torch.int8)
+    scales = torch.empty(len(weight))
     ReferenceInt8(STRICT).quantize_weight(weight.clone(), values, scales)
-    return values.float() * scales.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    return turn(values.float() * scales[:, None])[:, : weight.shape[1]].contiguous()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -67,7 +67,7 @@ def test_logits_are_near_those_of_the_rounded_weights(tmp_path: Path, family: st
     exact = load(folder, quantization="none")
     expected = exact.compute_logits(hidden_states(exact))
     # Left are the activations' 8 bits, through three layers. A mistake in any part is of the size of the logits.
-    assert (found - expected).std() < 0.05 * expected.std()
+    assert (found - expected).std() < 0.06 * expected.std()
     assert (found - expected).std() < 0.75 * (found - stored).std()
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
 
@@ -135,7 +135,7 @@ def test_facts_and_bytes(tmp_path: Path, backend: str) -> None:
     model = load(make_tiny(tmp_path, tie_word_embeddings=True, **config), backend)
     assert model.facts.quantization == "int8" and model.facts.dtype == torch.float32
     per_layer = 128 * 128 * 3 + 128 * 256 * 3  # q, k, o and the MLP
-    values = 3 * (per_layer + per_layer // GROUP * 4)  # a byte each, and a scale for each group
+    values = 3 * (per_layer + 4 * (4 * 128 + 2 * 256))  # a byte each, and a scale for each output
     plain = 3 * 128 * 128 * 2 + 384 * 128 * 2  # v and the head
     kept = 384 * 128 * 4 + 7 * 128 * 4  # the embedding and norms
     total = model.num_parameter_bytes()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batchinfer_kernels.int8 import GROUP, ReferenceInt8
+from batchinfer_kernels.int8 import TURNED, ReferenceInt8, turn
 from batchinfer_kernels.native import library
 from batchinfer_kernels.probe import STRICT
 from batchinfer_kernels.table import Ops, resolve
@@ -40,9 +40,13 @@ def make(ops: Ops) -> LayerMaker:
     return LayerMaker(ops=ops, scheme=Int8(), dtype=torch.float32, device=torch.device("cpu"))
 
 
+def padded(width: int) -> int:
+    return -(-width // TURNED) * TURNED
+
+
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    values = torch.empty(weight.shape, dtype=torch.int8)
-    scales = torch.empty(len(weight), -(-weight.shape[1] // GROUP))
+    values = torch.empty(len(weight), padded(weight.shape[1]), dtype=torch.int8)
+    scales = torch.empty(len(weight))
     ReferenceInt8(STRICT).quantize_weight(weight.clone(), values, scales)
     return values, scales
 
@@ -50,7 +54,7 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
 def rounded(weight: Tensor) -> Tensor:
     """The weight as int8 has it."""
     values, scales = quantized(weight)
-    return values.float() * scales.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    return turn(values.float() * scales[:, None])[:, : weight.shape[1]]
 
 
 def fill(layer: nn.Module, weights: Mapping[str, Tensor], folder: Path, **options: Any) -> None:
@@ -68,35 +72,31 @@ def fill(layer: nn.Module, weights: Mapping[str, Tensor], folder: Path, **option
 def test_a_weight_is_within_half_a_step(width: int) -> None:
     weight = normal(20, width) * torch.logspace(-4, 4, 20)[:, None]
     values, scales = quantized(weight)
-    for g in range(scales.shape[1]):
-        group = weight[:, g * GROUP : (g + 1) * GROUP]
-        assert torch.allclose(scales[:, g] * 127, group.abs().amax(1), rtol=1e-6)
-        assert (values[:, g * GROUP : (g + 1) * GROUP].abs().amax(1) == 127).all()
-    step = scales.repeat_interleave(GROUP, 1)[:, :width]
-    assert ((rounded(weight) - weight).abs() <= 0.5001 * step).all()
+    turned = turn(nn.functional.pad(weight, (0, padded(width) - width)))
+    assert torch.allclose(scales * 127, turned.abs().amax(1), rtol=1e-6)
+    assert (values.abs().amax(1) == 127).all()
+    assert ((values * scales[:, None] - turned).abs() <= 0.5001 * scales[:, None]).all()
+    # Turned back, the whole row's error is as large, and no number's larger than it.
+    assert ((rounded(weight) - weight).norm(dim=1) <= 0.5001 * scales * padded(width) ** 0.5).all()
 
 
-def test_rows_and_groups_stand_alone() -> None:
+def test_rows_stand_alone() -> None:
     weight = normal(9, 200)
     values, scales = quantized(weight)
     for row in range(9):
         alone = quantized(weight[row : row + 1])
         assert torch.equal(alone[0][0], values[row]) and torch.equal(alone[1][0], scales[row])
-    part = quantized(weight[:, 64:128])
-    assert torch.equal(part[0], values[:, 64:128]) and torch.equal(part[1][:, 0], scales[:, 1])
 
 
 @pytest.mark.parametrize("sick", [np.nan, np.inf, -np.inf])
-def test_groups_that_are_zero_tiny_or_not_finite(sick: float) -> None:
+def test_rows_that_are_zero_tiny_or_not_finite(sick: float) -> None:
     weight = normal(4, 128)
-    weight[0, :64] = 0
+    weight[0] = 0
     weight[1, 70] = sick
-    weight[2, 64:] = 3e-44  # too small to be divided by exactly
+    weight[2] = 3e-44  # too small to be divided by exactly
     values, scales = quantized(weight)
-    assert not values[0, :64].any() and scales[0, 0] == 0
-    assert scales[1].isnan().tolist() == [False, True] and not values[1, 64:].any()
-    assert not values[2, 64:].any() and scales[2, 1] == 0
-    assert scales[3].isfinite().all() and scales[[0, 2], [1, 0]].isfinite().all()
+    assert not values[:3].any() and values[3].any()
+    assert scales[0] == scales[2] == 0 and scales[1].isnan() and scales[3] > 0
 
 
 @pytest.mark.parametrize("width", [1, 64, 100, 200, 576])

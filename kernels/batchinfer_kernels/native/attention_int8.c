@@ -6,6 +6,7 @@
  */
 
 #include "kv_format.h"
+#include "turn.h"
 
 enum { MOST = 127, MOST_WEIGHT = 255 };
 static const float LEAST = 1e-30f;
@@ -16,18 +17,7 @@ INLINE const float *scales_of(const char *codes, int dim)
     return (const float *)(codes + (size_t)dim * LANES);
 }
 
-/* Lane i: sum + bytes 4i .. 4i + 3 of a, unsigned, times those of b, signed. With the compiler's own name for the
- * instruction it kept sums in memory. */
-INLINE __m512i dot_fours(__m512i sum, __m512i a, __m512i b)
-{
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-    return sum;
-}
-
 /* ---- Writing ---- */
-
-/* A stage of `turn` within registers: sums in the lanes where `sign` is 1, differences where it is -1. */
-#define BUTTERFLY(x, swapped, sign) x = _mm512_fmadd_ps(x, sign, swapped)
 
 /* Block of dimensions that are turned together: the largest power of two that divides the number of dimensions. */
 INLINE int turned_together(int dim)
@@ -39,27 +29,35 @@ INLINE int turned_together(int dim)
  * for a factor, and spreads what a few dimensions have too much of over all, which makes the steps of codes small. */
 INLINE void turn(const float *x, float *turned, int dim)
 {
-    const __m512 one = _mm512_set1_ps(1.0f), minus = _mm512_set1_ps(-1.0f);
-    const __m512 sign_1 = _mm512_mask_mov_ps(one, 0xAAAA, minus), sign_2 = _mm512_mask_mov_ps(one, 0xCCCC, minus);
-    const __m512 sign_4 = _mm512_mask_mov_ps(one, 0xF0F0, minus), sign_8 = _mm512_mask_mov_ps(one, 0xFF00, minus);
-    __m512 part[MAX_HEAD_DIM / LANES];
-    for (int i = 0; i < dim / LANES; i++) {
-        __m512 p = _mm512_loadu_ps(x + i * LANES);
-        BUTTERFLY(p, _mm512_permute_ps(p, 0xB1), sign_1);
-        BUTTERFLY(p, _mm512_permute_ps(p, 0x4E), sign_2);
-        BUTTERFLY(p, _mm512_shuffle_f32x4(p, p, 0xB1), sign_4);
-        BUTTERFLY(p, _mm512_shuffle_f32x4(p, p, 0x4E), sign_8);
-        part[i] = p;
-    }
-    for (int width = 1; width < turned_together(dim) / LANES; width *= 2)
-        for (int i = 0; i < dim / LANES; i += 2 * width)
-            for (int j = i; j < i + width; j++) {
-                const __m512 first = part[j], second = part[j + width];
-                part[j] = _mm512_add_ps(first, second);
-                part[j + width] = _mm512_sub_ps(first, second);
+    const int block = turned_together(dim) / LANES; /* registers */
+    if (block < 4) {
+        for (int i = 0; i < dim; i += block * LANES) {
+            const __m512 first = turn_lanes(_mm512_loadu_ps(x + i));
+            if (block == 1) {
+                _mm512_store_ps(turned + i, first);
+                continue;
             }
-    for (int i = 0; i < dim / LANES; i++)
-        _mm512_store_ps(turned + i * LANES, part[i]);
+            const __m512 second = turn_lanes(_mm512_loadu_ps(x + i + LANES));
+            _mm512_store_ps(turned + i, _mm512_add_ps(first, second));
+            _mm512_store_ps(turned + i + LANES, _mm512_sub_ps(first, second));
+        }
+        return;
+    }
+    for (int i = 0; i < dim; i += 4 * LANES) {
+        __m512 part[4];
+        for (int j = 0; j < 4; j++)
+            part[j] = _mm512_loadu_ps(x + i + j * LANES);
+        turn_four(part);
+        for (int j = 0; j < 4; j++)
+            _mm512_store_ps(turned + i + j * LANES, part[j]);
+    }
+    for (int width = 4 * LANES; width < block * LANES; width *= 2)
+        for (int i = 0; i < dim; i += 2 * width)
+            for (int j = i; j < i + width; j += LANES) {
+                const __m512 first = _mm512_load_ps(turned + j), second = _mm512_load_ps(turned + j + width);
+                _mm512_store_ps(turned + j, _mm512_add_ps(first, second));
+                _mm512_store_ps(turned + j + width, _mm512_sub_ps(first, second));
+            }
 }
 
 /* What numbers are multiplied by to give codes, 0 for zeros; *step: what undoes it, NaN where one is not finite. */

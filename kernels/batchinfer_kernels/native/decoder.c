@@ -68,12 +68,11 @@ static void *take(struct arena *arena, size_t bytes)
 
 static struct quantized take_quantized(struct arena *arena, long rows, long width)
 {
-    const long padded = (width + GROUP - 1) / GROUP * GROUP;
+    const long padded = padded_to_blocks(width);
     struct quantized taken;
     taken.values = take(arena, rows * padded);
     taken.plain = take(arena, rows * padded * sizeof(uint16_t));
-    taken.scales = take(arena, rows * padded / GROUP * sizeof(float));
-    taken.zeros = take(arena, rows * padded / GROUP * sizeof(int32_t));
+    taken.scales = take(arena, rows * groups_of(padded) * sizeof(float));
     return taken;
 }
 
@@ -119,9 +118,9 @@ static int is_last(const struct decoder *decoder, const struct decoder_step *ste
 /* Of a buffer for rows of that width: what is there for rows from `first` on, of that or a smaller width. */
 static struct quantized from_row(const struct quantized *buffer, long first, long width)
 {
-    const long padded = (width + GROUP - 1) / GROUP * GROUP, groups = padded / GROUP;
-    return (struct quantized){buffer->values + first * padded, buffer->scales + first * groups,
-                              buffer->zeros + first * groups, buffer->plain + first * padded};
+    const long padded = padded_to_blocks(width);
+    return (struct quantized){buffer->values + first * padded, buffer->scales + first * groups_of(padded),
+                              buffer->plain + first * padded};
 }
 
 /* A layer as attention is told of it. */

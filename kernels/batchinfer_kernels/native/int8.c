@@ -89,7 +89,7 @@ INLINE __m512 silu(__m512 x)
 void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
                            const struct quantized *y)
 {
-    const long groups = w->num_values / PANEL / PANELS_PER_GROUP;
+    const long panels = w->num_values / PANEL, width = panels * 16, groups = groups_of(width);
     const struct cut cut = cut_rows(rows, groups);
 #pragma omp for collapse(3) schedule(dynamic, 1)
     for (long block = 0; block < cut.blocks; block++)
@@ -100,14 +100,15 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
                 const long stop = least(rows, least((block + 1) * cut.block, start + cut.piece));
                 if (start >= stop)
                     continue; /* the last block is shorter than others */
-                for (int p = 0; p < PANELS_PER_GROUP; p++) {
-                    const long panel = g * PANELS_PER_GROUP + p;
+                const long first = g * PANELS_PER_GROUP, here = least(PANELS_PER_GROUP, panels - first);
+                for (long p = 0; p < here; p++) {
+                    const long panel = first + p;
                     struct ahead ahead = next_panel(w, panel, tiles_of(stop - start));
                     for (long t = start; t < stop; t += ROWS) {
-                        const long here = least(ROWS, stop - t);
+                        const long tile = least(ROWS, stop - t);
                         __m512 sum[ROWS][2];
-                        bytes_tile(here, &ahead, x, t, w, panel, sum);
-                        for (long r = 0; r < here; r++) {
+                        bytes_tile(tile, &ahead, x, t, w, panel, sum);
+                        for (long r = 0; r < tile; r++) {
                             __m512 gate = sum[r][0], up = sum[r][1];
                             if (bias) {
                                 gate = _mm512_add_ps(gate, _mm512_loadu_ps(bias + panel * PANEL));
@@ -119,8 +120,8 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
                 }
                 for (long t = start; t < stop; t++) {
                     __m512 values[GROUP_REGISTERS];
-                    load_group(inner[t - start], GROUP, values);
-                    store_group(values, y, t, g, groups * GROUP);
+                    load_registers(inner[t - start], 16 * here, GROUP_REGISTERS, values);
+                    store_group(values, y, t, g, width);
                 }
             }
 }

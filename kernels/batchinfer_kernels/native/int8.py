@@ -1,9 +1,10 @@
 """`Int8Ops` in C: linear layers with int8 weights over activations in bytes (`batchinfer_kernels.int8` says what).
 
-Weights are packed once, after loading, into panels of PANEL output features; `int8.c` says how a panel lies in memory.
-`pack` returns, as tensors: "bytes", the features that are kept as such, with what belongs to them, "plain", those
-in bfloat16, and "features", how many of each there are. A layer that is all bfloat16, a language model's head, gets
-bytes as well, with "lengths" and "errors", for `argmax` (see `shortlist.c`).
+Weights are packed once, after loading, into panels of PANEL output features; `panels.h` says how a panel lies in
+memory. `pack` returns, as tensors: "bytes", the features that are kept as such, with what
+belongs to them, "plain", those in bfloat16, and "sizes", how many of each there are, and their padded width. A layer
+that is all bfloat16, a language model's head, gets bytes as well, with "lengths" and "errors", for `argmax` (see
+`shortlist.c`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer_kernels.int8 import GROUP, QuantizedRows
+from batchinfer_kernels.int8 import GROUP, TURNED, QuantizedRows
 from batchinfer_kernels.native import library
 
 PANEL = 32
@@ -27,7 +28,7 @@ HALF = PANEL // 2
 class _Rows(ctypes.Structure):
     """`struct quantized`."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scales", "zeros", "plain")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scales", "plain")]
 
 
 class PackedStruct(ctypes.Structure):
@@ -46,11 +47,8 @@ class PackedLayer(dict[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
-        num_values, num_plain = self["features"].tolist()
-        found, plain = self.get("bytes"), self.get("plain")
-        width = GROUP * found.shape[1] if found is not None else 2 * plain.shape[1] if plain is not None else 0
-        addresses = (address(found), address(plain))
-        self.struct = PackedStruct(*addresses, width, num_values, num_plain)
+        num_values, num_plain, width = self["sizes"].tolist()
+        self.struct = PackedStruct(address(self.get("bytes")), address(self.get("plain")), width, num_values, num_plain)
 
 
 class NativeRows:
@@ -60,20 +58,20 @@ class NativeRows:
 
     def __init__(self, num_rows: int, width: int, values: bool, plain: bool) -> None:
         """Not initialised; `width` is K."""
-        width = -(-width // GROUP) * GROUP
+        width = -(-width // TURNED) * TURNED
         of_values = num_rows * width if values else 0
         of_plain = 2 * num_rows * width if plain else 0
-        of_scales = 4 * (of_values // GROUP)
+        of_scales = 4 * num_rows * -(-width // GROUP) if values else 0
         self._num_rows, self._width = num_rows, width
-        self._memory = torch.empty(of_values + of_plain + 2 * of_scales, dtype=torch.uint8)
+        self._memory = torch.empty(of_values + of_plain + of_scales, dtype=torch.uint8)
         scales_at = of_values + of_plain
-        self._at = (0, of_values, scales_at, scales_at + of_scales)
+        self._at = (0, of_values, scales_at)
         begin = self._memory.data_ptr()
         plain_address = begin + of_values if plain else None
         if values:
-            self.struct = _Rows(begin, begin + scales_at, begin + scales_at + of_scales, plain_address)
+            self.struct = _Rows(begin, begin + scales_at, plain_address)
         else:
-            self.struct = _Rows(None, None, None, plain_address)
+            self.struct = _Rows(None, None, plain_address)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -84,11 +82,7 @@ class NativeRows:
 
     @property
     def scales(self) -> Tensor:
-        return self._memory[self._at[2] : self._at[3]].view(torch.float32).view(self._num_rows, -1)
-
-    @property
-    def zeros(self) -> Tensor:
-        return self._memory[self._at[3] :].view(torch.int32).view(self._num_rows, -1)
+        return self._memory[self._at[2] :].view(torch.float32).view(self._num_rows, -1)
 
     @property
     def plain(self) -> Tensor | None:
@@ -112,27 +106,33 @@ class NativeInt8:
 
     def quantize_weight(self, rows: Tensor, values: Tensor, scales: Tensor) -> None:
         assert rows.is_contiguous() and values.is_contiguous() and scales.is_contiguous()
-        self._quantize_weight(rows.data_ptr(), *rows.shape, values.data_ptr(), scales.data_ptr())
+        scratch = torch.empty(values.shape[1])
+        addresses = (x.data_ptr() for x in (values, scales, scratch))
+        self._quantize_weight(rows.data_ptr(), *rows.shape, *addresses)
 
     def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> PackedLayer:
-        packed = {"features": torch.tensor([0 if x is None else x.shape[0] for x in (values, plain)])}
+        packed: dict[str, Tensor] = {}
+        width = 0
+        features = [0 if x is None else x.shape[0] for x in (values, plain)]
         if values is not None and scales is not None:
-            values, scales = _whole(values, PANEL, GROUP), _whole(scales.float(), PANEL, 1)
+            values, scales = _whole(values, PANEL), _whole(scales, PANEL)
+            width = values.shape[1]
             packed |= _pack_bytes((values, scales), (values[HALF:], scales[HALF:]), step=PANEL)
         if plain is not None:
-            wide = _whole(plain.to(torch.bfloat16), PANEL, GROUP)
+            wide = _whole(plain.to(torch.bfloat16), PANEL, TURNED)
+            width = wide.shape[1]
             packed["plain"] = _panels(wide, 2)
             if values is None:
                 packed |= _pack_shortlist(wide)
-        return PackedLayer(packed)
+        return PackedLayer(packed | {"sizes": torch.tensor([*features, width])})
 
     def pack_gated(self, gate_values: Tensor, gate_scales: Tensor, up_values: Tensor, up_scales: Tensor) -> PackedLayer:
         gate, up = (
-            (_whole(values, GROUP, GROUP), _whole(scales.float(), GROUP, 1))
+            (_whole(values, TURNED), _whole(scales, TURNED))
             for values, scales in ((gate_values, gate_scales), (up_values, up_scales))
         )
-        features = torch.tensor([2 * gate[0].shape[0], 0])
-        return PackedLayer(_pack_bytes(gate, up, step=HALF) | {"features": features})
+        sizes = torch.tensor([2 * gate[0].shape[0], 0, gate[0].shape[1]])
+        return PackedLayer(_pack_bytes(gate, up, step=HALF) | {"sizes": sizes})
 
     def quantize(self, x: Tensor, *, values: bool = True, plain: bool = False) -> NativeRows:
         num_rows, width = x.shape
@@ -208,39 +208,40 @@ class NativeInt8:
 
 def gated_bias(bias: Tensor) -> Tensor:
     """[gate | up] in the order of the panels of `pack_gated`."""
-    return _interleave(*(_whole(part[:, None], GROUP, 1) for part in bias.chunk(2))).contiguous()
+    return _interleave(*(_whole(part, TURNED) for part in bias.chunk(2))).contiguous()
 
 
 def _pack_shortlist(plain: Tensor) -> dict[str, Tensor]:
-    """plain bfloat16 [N, K], whole panels and groups. Nothing where a weight is not finite: no output is then, and only
+    """plain bfloat16 [N, K], whole panels and blocks. Nothing where a weight is not finite: no output is then, and only
     all outputs show it."""
     features, width = plain.shape
     packed = {
-        "bytes": _records(features // PANEL, width // GROUP),
+        "bytes": _byte_panels(features // PANEL, width),
         "lengths": torch.empty(features),
         "errors": torch.empty(features),
     }
-    _functions().batchinfer_pack_shortlist(
-        plain.data_ptr(), features, width, *(x.data_ptr() for x in packed.values()), torch.get_num_threads()
-    )
+    threads = torch.get_num_threads()
+    scratch = torch.empty(threads * width * 5, dtype=torch.int8)
+    addresses = (x.data_ptr() for x in (*packed.values(), scratch))
+    _functions().batchinfer_pack_shortlist(plain.data_ptr(), features, width, *addresses, threads)
     return packed if packed["lengths"].isfinite().all() and packed["errors"].isfinite().all() else {}
 
 
 def _pack_bytes(low: tuple[Tensor, Tensor], high: tuple[Tensor, Tensor], *, step: int) -> dict[str, Tensor]:
-    """Values int8 [N, K] and scales float32 [N, K / GROUP] to panels: HALF rows of `low` and HALF of `high` each, those
-    of the next panel `step` rows further on. Whole panels and groups."""
-    (num_rows, width), groups = low[0].shape, low[1].shape[1]
-    records = _records(num_rows // step, groups)
+    """Values int8 [N, Kp] and scales float32 [N] to panels: HALF rows of `low` and HALF of `high` each, those of the
+    next panel `step` rows further on. Whole panels."""
+    num_rows, width = low[0].shape
+    panels = _byte_panels(num_rows // step, width)
     assert all(x.is_contiguous() for x in (*low, *high))
     _functions().batchinfer_pack_panels(
-        *(x.data_ptr() for x in (*low, *high)), step, num_rows // step, width, records.data_ptr()
+        *(x.data_ptr() for x in (*low, *high)), step, num_rows // step, width, panels.data_ptr()
     )
-    return {"bytes": records}
+    return {"bytes": panels}
 
 
-def _records(panels: int, groups: int) -> Tensor:
-    """Not initialised: by panel and group PANEL scales, as many sums, and the bytes."""
-    return torch.empty(panels, groups, (4 + 4 + GROUP) * PANEL, dtype=torch.int8)
+def _byte_panels(panels: int, width: int) -> Tensor:
+    """Not initialised: for each of PANEL features a scale, a number for each group, and the bytes."""
+    return torch.empty(panels, (4 + 4 * -(-width // GROUP) + width) * PANEL, dtype=torch.int8)
 
 
 def _panels(rows: Tensor, together: int) -> Tensor:
@@ -249,22 +250,22 @@ def _panels(rows: Tensor, together: int) -> Tensor:
     return moved.view(rows.dtype).view(*moved.shape[:2], 2, HALF, together)
 
 
-def _whole(x: Tensor, features: int, width: int) -> Tensor:
-    """x [N, K] with zeros up to multiples of these."""
-    missing = (0, -x.shape[1] % width, 0, -x.shape[0] % features)
+def _whole(x: Tensor, features: int, width: int = 1) -> Tensor:
+    """x [N, K] or [N] with zeros up to multiples of these."""
+    rows = (0, -x.shape[0] % features)
+    missing = rows if x.dim() == 1 else (0, -x.shape[1] % width, *rows)
     return F.pad(x, missing) if any(missing) else x  # a copy of all weights was a tenth of loading them
 
 
 def _interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """Rows in turn: HALF of gate, HALF of up."""
-    parts = (x.view(-1, HALF, x.shape[1]) for x in (gate, up))
-    return torch.stack(tuple(parts), 1).reshape(-1, gate.shape[1])
+    """Numbers in turn: HALF of gate, HALF of up."""
+    return torch.stack((gate.view(-1, HALF), up.view(-1, HALF)), 1).flatten()
 
 
 def _rows(x: QuantizedRows) -> _Rows:
     if isinstance(x, NativeRows):
         return x.struct
-    return _Rows(*(address(part) for part in (x.values, x.scales, x.zeros, x.plain)))
+    return _Rows(*(address(part) for part in (x.values, x.scales, x.plain)))
 
 
 def packed_struct(packed: Mapping[str, Tensor]) -> PackedStruct:
@@ -286,9 +287,9 @@ def _functions() -> Any:
         "batchinfer_rms_norm_quantize": [pointer, pointer, ctypes.c_float, number, number, rows, ctypes.c_int],
         "batchinfer_int8_linear": [rows, number, packed, pointer, pointer, ctypes.c_int, ctypes.c_int],
         "batchinfer_int8_gated": [rows, number, packed, pointer, rows, ctypes.c_int],
-        "batchinfer_quantize_weight": [pointer, number, number, pointer, pointer],
+        "batchinfer_quantize_weight": [pointer, number, number, *[pointer] * 3],
         "batchinfer_pack_panels": [*[pointer] * 4, *[number] * 3, pointer],
-        "batchinfer_pack_shortlist": [pointer, number, number, *[pointer] * 3, ctypes.c_int],
+        "batchinfer_pack_shortlist": [pointer, number, number, *[pointer] * 4, ctypes.c_int],
         "batchinfer_largest": [rows, number, packed, *[pointer] * 5, ctypes.c_int],
     }.items():
         getattr(found, name).argtypes = types

@@ -9,7 +9,7 @@
 struct packed {
     const char *bytes;
     const uint16_t *plain;
-    long width;          /* of a row of activations, padded to a multiple of GROUP */
+    long width;          /* of a row of activations, padded to a multiple of TURNED */
     long num_values;     /* output features that are kept as bytes */
     long num_plain;      /* and, behind them, as bfloat16 */
 };
@@ -23,6 +23,10 @@ void batchinfer_quantize_row(const float *x, long width, const struct quantized 
 void batchinfer_rms_norm_row(const float *x, const float *weight, float eps, long width, const struct quantized *to,
                              long t);
 
+/* A row of weights [width]: turned float32 [padded] to bytes and their scale, 0 where all are too small, NaN where one is
+ * not finite. */
+void batchinfer_quantize_weight_row(const float *row, long width, float *turned, int8_t *values, float *scale);
+
 /* Rotary embedding of one token's heads; cos, sin: [half]. */
 void batchinfer_rotate(float *x, const float *cos, const float *sin, int heads, int head_dim, int half);
 
@@ -33,7 +37,7 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
                             int add);
 
 /* y = quantized silu(x G^T) * (x U^T). A panel of w holds 16 features of G and the same 16 of U; bias [panels][PANEL]
- * likewise, or NULL. y is padded to whole groups, and so is the number of panels. */
+ * likewise, or NULL. y is padded to whole blocks, and so is the number of panels. */
 void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
                            const struct quantized *y);
 

@@ -24,40 +24,43 @@ INLINE __m512 from_bf16(__m256i x) { return (__m512)_mm512_slli_epi32(_mm512_cvt
 
 /* ---- Packing ---- */
 
+/* Rounding of numbers that are turned comes to less, for each unit of their length. */
+static const float TURNING = 0x1p-21f;
+
 /* plain: bfloat16 [features, width]. To bytes, as in panels.h, with |w| and |w - w'| of each feature, which are not finite
- * where a weight is not: such bytes are of no use. */
+ * where a weight is not: such bytes are of no use. scratch: [threads][width] of float32 and a byte each. */
 void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width, char *bytes, float *lengths,
-                               float *errors, int threads)
+                               float *errors, char *scratch, int threads)
 {
-    const long groups = width / GROUP;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long n = 0; n < features; n++) {
-        const long panel = n / PANEL, lane = n % PANEL;
-        char *record = bytes + panel * groups * RECORD;
+        const long lane = n % PANEL;
+        float *weight = (float *)(scratch + omp_get_thread_num() * width * 5);
+        int8_t *values = (int8_t *)(weight + width);
+        char *to = bytes + n / PANEL * panel_bytes(width) + lane * 4;
+        float scale;
         double length = 0.0, error = 0.0;
-        for (long g = 0; g < groups; g++, record += RECORD) {
-            float weight[GROUP], largest = 0.0f;
-            for (int i = 0; i < GROUP; i += 16)
-                _mm512_storeu_ps(weight + i, from_bf16(_mm256_loadu_si256((const void *)(plain + n * width + g * GROUP + i))));
-            for (int i = 0; i < GROUP; i++)
-                largest = fmaxf(largest, fabsf(weight[i]));
-            const float scale = largest / 127.0f;
+        for (long k = 0; k < width; k += 16)
+            _mm512_storeu_ps(weight + k, from_bf16(_mm256_loadu_si256((const void *)(plain + n * width + k))));
+        batchinfer_quantize_weight_row(weight, width, weight, values, &scale);
+        memcpy(to, &scale, 4);
+        to += VECTOR;
+        for (long at = 0; at < width; at += GROUP) {
+            const long stop = least(width, at + GROUP);
             int32_t sum = 0;
-            for (int i = 0; i < GROUP; i++) {
-                const float steps = scale < FLT_MIN ? 0.0f : rintf(weight[i] / scale);
-                const float whole = isfinite(steps) ? steps : 0.0f;
-                record[VALUES_AT + i / 4 * 4 * PANEL + lane * 4 + i % 4] = (char)(int8_t)whole;
-                sum += (int32_t)whole;
-                const float off = weight[i] - whole * scale;
-                length += (double)weight[i] * weight[i];
+            for (long k = at; k < stop; k++) {
+                const float off = weight[k] - values[k] * scale;
+                sum -= ZERO * values[k];
+                length += (double)weight[k] * weight[k];
                 error += (double)off * off;
             }
-            sum = -sum;
-            memcpy(record + lane * 4, &scale, 4);
-            memcpy(record + OFFSETS_AT + lane * 4, &sum, 4);
+            memcpy(to, &sum, 4);
+            to += VECTOR;
+            for (long k = at; k < stop; k += 4, to += 4 * PANEL)
+                memcpy(to, values + k, 4);
         }
         lengths[n] = (float)sqrt(length) * SLACK;
-        errors[n] = (float)sqrt(error) * SLACK;
+        errors[n] = ((float)sqrt(error) + TURNING * lengths[n]) * SLACK;
     }
 }
 
@@ -65,20 +68,26 @@ void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width,
 
 static struct spread spread_of(const struct quantized *x, long t, long width)
 {
-    const long groups = width / GROUP;
     __m512 error = _mm512_setzero_ps(), length = error;
-    for (long k = 0; k < width; k += 16) {
-        const long of_row = t * groups + k / GROUP;
-        const __m512i value = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(x->values + t * width + k)));
-        const __m512 whole = _mm512_cvtepi32_ps(_mm512_sub_epi32(value, _mm512_set1_epi32(x->zeros[of_row])));
-        const __m512 near = _mm512_mul_ps(whole, _mm512_set1_ps(x->scales[of_row]));
-        const __m512 off = _mm512_sub_ps(from_bf16(_mm256_loadu_si256((const void *)(x->plain + t * width + k))), near);
-        error = _mm512_fmadd_ps(off, off, error);
-        length = _mm512_fmadd_ps(near, near, length);
+    for (long at = 0; at < width; at += TURNED) {
+        const __m512 scale = _mm512_set1_ps(x->scales[t * groups_of(width) + at / GROUP]);
+        const uint8_t *values = x->values + t * width + at;
+        const uint16_t *plain = x->plain + t * width + at;
+        __m512 turned[BLOCK_REGISTERS];
+        for (int i = 0; i < BLOCK_REGISTERS; i++)
+            turned[i] = from_bf16(_mm256_loadu_si256((const void *)(plain + 16 * i)));
+        turn_four(turned);
+        for (int i = 0; i < BLOCK_REGISTERS; i++) {
+            const __m512i value = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(values + 16 * i)));
+            const __m512 near = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(value, _mm512_set1_epi32(ZERO))), scale);
+            const __m512 off = _mm512_fmsub_ps(turned[i], _mm512_set1_ps(TURNED_FACTOR), near);
+            error = _mm512_fmadd_ps(off, off, error);
+            length = _mm512_fmadd_ps(near, near, length);
+        }
     }
     /* An output is a sum of `width` products, each addition rounded by up to 2^-24 of what all of them can come to; that
      * of the bytes has fewer roundings. Twice that. */
-    const float norm = sqrtf(_mm512_reduce_add_ps(length)), rounding = (float)width * 0x1p-23f;
+    const float norm = sqrtf(_mm512_reduce_add_ps(length)), rounding = (float)width * 0x1p-23f + TURNING;
     return (struct spread){(sqrtf(_mm512_reduce_add_ps(error)) + rounding * norm) * SLACK, norm * SLACK};
 }
 

@@ -1,85 +1,87 @@
 /* Weights while a model is loaded: to bytes as ReferenceInt8.quantize_weight has them, bit by bit, and bytes to panels.
  * Called by several threads at once, each with weights of its own. */
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
 #include "panels.h"
 
-/* `length` numbers, at most 64, to bytes and their scale: 0 where all are too small, NaN where one is not finite. */
-static void quantize_weight_group(const float *x, long length, int8_t *values, float *scale)
+/* Turns a row in blocks, the last of which may be shorter: what it becomes goes to `turned`, which may be the row. */
+static void turn_row(const float *row, long width, float *turned)
 {
-    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-    __m512 part[4];
-    __mmask16 there[4];
-    __m512i largest = _mm512_setzero_si512();
-    for (int i = 0; i < 4; i++) {
-        const long left = length - 16 * i;
-        there[i] = left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1u << left) - 1) : 0;
-        part[i] = _mm512_maskz_loadu_ps(there[i], x + 16 * i);
-        /* Without their sign, bits are in the order of the numbers; NaN comes after infinity. */
-        largest = _mm512_max_epi32(largest, _mm512_and_si512(_mm512_castps_si512(part[i]), magnitude));
+    for (long at = 0; at < width; at += TURNED) {
+        __m512 block[BLOCK_REGISTERS];
+        load_registers(row + at, width - at, BLOCK_REGISTERS, block);
+        turn_four(block);
+        for (int i = 0; i < BLOCK_REGISTERS; i++)
+            _mm512_storeu_ps(turned + at + 16 * i, _mm512_mul_ps(block[i], _mm512_set1_ps(TURNED_FACTOR)));
     }
-    const int32_t bits = _mm512_reduce_max_epi32(largest);
-    if (bits >= 0x7f800000) {
+}
+
+void batchinfer_quantize_weight_row(const float *row, long width, float *turned, int8_t *values, float *scale)
+{
+    const long padded = padded_to_blocks(width);
+    __m512i most = _mm512_setzero_si512();
+    turn_row(row, width, turned);
+    for (long k = 0; k < padded; k += 16)
+        most = larger_bits(most, _mm512_loadu_ps(turned + k));
+    const int32_t bits = _mm512_reduce_max_epi32(most);
+    if (bits >= BITS_OF_INFINITY) {
         *scale = NAN;
-        memset(values, 0, length);
+        memset(values, 0, padded);
         return;
     }
-    float size;
-    memcpy(&size, &bits, sizeof size);
-    size /= 127.0f;
-    if (size < 1.17549435e-38f)
-        size = 0; /* too coarse a number to divide by */
-    *scale = size;
-    const __m512 divisor = _mm512_set1_ps(size == 0 ? 1.0f : size);
-    for (int i = 0; i < 4; i++) {
-        const __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(part[i], divisor));
-        _mm512_mask_cvtepi32_storeu_epi8(values + 16 * i, there[i], whole);
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
+    *scale = largest / MOST;
+    if (*scale < FLT_MIN)
+        *scale = 0; /* too coarse a number to divide by */
+    const __m512 factor = _mm512_set1_ps(*scale == 0 ? 0.0f : MOST / largest);
+    for (long k = 0; k < padded; k += 16) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(turned + k), factor));
+        _mm_storeu_si128((void *)(values + k), _mm512_cvtepi32_epi8(whole));
     }
 }
 
-/* rows float32 [count, width] to values int8 [count, width] and scales float32 [count, groups of 64 in a row]. */
-void batchinfer_quantize_weight(const float *rows, long count, long width, int8_t *values, float *scales)
+/* rows float32 [count, width] to values int8 [count, padded] and scales float32 [count]; scratch: float32 [padded]. */
+void batchinfer_quantize_weight(const float *rows, long count, long width, int8_t *values, float *scales,
+                                float *scratch)
 {
-    const long groups = (width + GROUP - 1) / GROUP;
-    for (long n = 0; n < count; n++, rows += width, values += width)
-        for (long g = 0, at = 0; g < groups; g++, at += GROUP) {
-            const long left = width - at;
-            quantize_weight_group(
-                rows + at, left < GROUP ? left : GROUP, values + at, scales + n * groups + g);
-        }
+    for (long n = 0; n < count; n++)
+        batchinfer_quantize_weight_row(rows + n * width, width, scratch, values + n * padded_to_blocks(width), scales + n);
 }
 
-/* Sixteen features, `values` int8 [16, width] and `scales` [16, groups], to a panel's first half, or, where `to` is 64
- * bytes on, to its second. */
+/* Sixteen features, `values` int8 [16, width] and `scales` [16], to a panel's first half, or, where `to` is 64 bytes on,
+ * to its second. */
 static void pack_half(const int8_t *values, const float *scales, long width, char *to)
 {
-    const long words = width / 4, groups = width / GROUP;
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i rows = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)words)), ones = _mm512_set1_epi8(1);
-    const __m512i scale_rows = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)groups));
-    for (long g = 0; g < groups; g++, values += GROUP, to += RECORD) {
+    const __m512i rows = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)(width / 4)));
+    const __m512i ones = _mm512_set1_epi8(1);
+    _mm512_storeu_ps(to, _mm512_loadu_ps(scales));
+    to += VECTOR;
+    for (long at = 0; at < width; at += GROUP) {
+        const long length = least(GROUP, width - at);
         __m512i sum = _mm512_setzero_si512();
-        for (long k = 0; k < GROUP; k += 4) {
-            const __m512i four = _mm512_i32gather_epi32(rows, values + k, 4);
-            _mm512_storeu_si512(to + VALUES_AT + k * PANEL, four);
+        for (long k = 0; k < length; k += 4) {
+            const __m512i four = _mm512_i32gather_epi32(rows, values + at + k, 4);
+            _mm512_storeu_si512(to + VECTOR + k * PANEL, four);
             sum = _mm512_dpbusd_epi32(sum, ones, four);
         }
-        _mm512_storeu_si512(to + OFFSETS_AT, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
-        _mm512_storeu_ps(to, _mm512_i32gather_ps(scale_rows, scales + g, 4));
+        _mm512_storeu_si512(to, _mm512_mullo_epi32(sum, _mm512_set1_epi32(-ZERO)));
+        to += VECTOR + length * PANEL;
     }
 }
 
 /* Panels as panels.h has them. The first half of panel p are 16 rows of `low` int8 [, width] from row p * step on, with
- * their scales float32 [, groups]; the second half are those of `high`. Whole groups. */
+ * their scales float32; the second half are those of `high`. Whole blocks. */
 void batchinfer_pack_panels(const int8_t *low, const float *low_scales, const int8_t *high, const float *high_scales,
                             long step, long panels, long width, char *bytes)
 {
-    const long groups = width / GROUP;
-    for (long p = 0; p < panels; p++, bytes += groups * RECORD) {
+    for (long p = 0; p < panels; p++, bytes += panel_bytes(width)) {
         const long row = p * step;
-        pack_half(low + row * width, low_scales + row * groups, width, bytes);
-        pack_half(high + row * width, high_scales + row * groups, width, bytes + 64);
+        pack_half(low + row * width, low_scales + row, width, bytes);
+        pack_half(high + row * width, high_scales + row, width, bytes + 64);
     }
 }
