@@ -101,7 +101,9 @@ def sharing_text(counts: JobReport | JobStatus) -> str:
         return ""
     computed = counts.prompt_tokens - counts.cached_tokens
     text = f" ({number(computed)} computed, {number(counts.cached_tokens)} shared"
-    if counts.shareable_tokens:
+    if counts.cached_tokens > counts.shareable_tokens:  # across windows, which are counted one by one
+        text += f": more than the {number(counts.shareable_tokens)} that rows of one window have in common"
+    elif counts.shareable_tokens:
         share = 100 * counts.cached_tokens / counts.shareable_tokens
         text += f": {share:.1f} % of the {number(counts.shareable_tokens)} that can be"
     return text + ")"

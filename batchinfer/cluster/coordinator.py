@@ -411,7 +411,7 @@ class Coordinator:
                 if plan is not None:
                     self.inbox.put(_TaskDone(task, plan))
                     return
-                summaries = self._summaries.pop(window)
+                summaries = self._summaries[window]  # kept until it is cut: that can fail, and is tried again
                 ordered = [summaries[chunk] for chunk in sorted(summaries)]
                 self._submit(task, tasks.cut_window, run, epoch, window, ordered)
             case ev.FinishUnit(window, unit):
@@ -498,6 +498,7 @@ class Coordinator:
                 self._summaries.setdefault(window, {})[chunk] = result
                 return ev.ChunkPlanned(window, chunk, result.num_rows, result.num_failed)
             case ev.CutWindow(window):
+                self._summaries.pop(window, None)
                 self._keep_plan(window, result)
                 self.timings.moment("rows_ready")
                 return ev.WindowCut(window, tuple(self._unit_info(result, unit) for unit in result.units))

@@ -125,6 +125,28 @@ def test_counts_that_came_while_the_run_was_ending_are_in_its_timings(make: Call
     assert found["engine"]["w0"] == counts and found["cpu_s"]["engine w0"] == 2.5
 
 
+def test_a_cut_that_fails_once_is_tried_again(
+    make: Callable[..., Coordinator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = make()
+    coordinator.client = None  # no worker yet: what is small is done at once
+    layout, cut = coordinator.job.layout, tasks.cut_window
+    layout.window(0).unlink()
+    failures = [OSError(5, "Input/output error")]
+
+    def failing(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return cut(*args)
+
+    failing.__name__ = cut.__name__
+    monkeypatch.setattr(tasks, "cut_window", failing)
+    coordinator.begin()
+    assert not failures
+    assert layout.window(0).exists()
+    assert coordinator.end is None
+
+
 @pytest.mark.parametrize("chunk", [0, 1])
 def test_a_window_with_some_parts_out_is_not_counted_twice(
     make: Callable[..., Coordinator], told: list[Progress], chunk: int
