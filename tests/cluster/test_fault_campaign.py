@@ -21,10 +21,11 @@ import pytest
 from batchinfer.job.driver_lock import DriverLock, lock_store
 from batchinfer.job.layout import JobLayout
 from batchinfer.job.status import JobStatus, write_status
-from batchinfer.testing.faults import inside
+from batchinfer.testing.faults import inside, rounds
 from batchinfer.testing.faults.campaign import Plan, _Jobs, in_turn
 from batchinfer.testing.faults.jobs import CampaignJob, make_job
 from batchinfer.testing.faults.kinds import KINDS
+from batchinfer.testing.faults.processes import MARK, send
 from batchinfer.testing.faults.rounds import Calm, Round, Verdict, rows_run_again, run_calm
 
 ROOT = Path(__file__).parents[2]
@@ -130,6 +131,20 @@ def test_what_is_left_lying_and_other_exit_codes_are_seen(round_: Round, calm: t
     verdict = judged(round_, calm)
     assert any("files left" in text for text in verdict.problems)
     assert any("exit code 2" in text for text in verdict.problems)
+
+
+def test_what_outlives_a_killed_driver_is_seen_unless_it_stands_still(
+    round_: Round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "LEAVE_S", 0.2)
+    script = "import subprocess, time; [subprocess.Popen(['sleep', '60']) for _ in '12']; time.sleep(60)"
+    driver = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, MARK: round_.processes.mark})
+    round_.wait(lambda: len(round_.processes.below(driver.pid)) == 3)
+    stopped, running = (found.pid for found in round_.processes.below(driver.pid) if found.pid != driver.pid)
+    send(stopped, signal.SIGSTOP)
+    round_.wait(lambda: any(found.state == "T" for found in round_.processes.find()))
+    round_.kill(driver)
+    assert round_.verdict.problems == [f"processes [{running}] outlive their driver"]
 
 
 def test_some_jobs_have_several_windows(tmp_path: Path) -> None:

@@ -243,11 +243,15 @@ class Round:
         return self.trace.read_bytes().count(b'"published"') if self.trace.exists() else 0
 
     def kill(self, driver: subprocess.Popen[bytes]) -> None:
-        """`kill -9` of a driver, whose workers and engines then have to go by themselves."""
-        below = [process.pid for process in self.processes.below(driver.pid)]
+        """`kill -9` of a driver, whose workers and engines then have to go by themselves, but for those that stand
+        still, and what is theirs."""
+        below = {process.pid for process in self.processes.below(driver.pid)}
+        for process in self.processes.find():
+            if process.state == "T" and process.pid != driver.pid:
+                below -= {theirs.pid for theirs in self.processes.below(process.pid)}
         driver.kill()
         driver.wait()
-        left = self.processes.wait_until_gone(below, LEAVE_S)
+        left = self.processes.wait_until_gone(sorted(below), LEAVE_S)
         if left:
             self.problem(f"processes {left} outlive their driver")
 
