@@ -6,11 +6,11 @@ A model's template is somebody else's code, run once a row. Nothing here needs a
   looks at each; every call of a macro, method or recursive loop pays one. Long loops, filters and methods over long
   values, and every 64th payment look at the thread's CPU time as well. A row that runs out is TEMPLATE_TIMEOUT; the
   step count is the same on every machine.
-* Lists that hold the same list many times are small and look endless to whatever compares, hashes or writes them:
+* Containers that hold the same list many times are small and look endless to whatever compares, hashes or writes them:
   they are counted before that.
 * Memory: what can multiply text or lists (`+`, `*`, `**`, `%`, `~`, joins, padding, replace, captured blocks) is
   measured before it is done, or right after where it can at most double.
-* `random` and `lipsum`, and objects of Python's that write their address, are refused: a row's prompt must be the same
+* `random`, `lipsum`, sets, and objects of Python's that write their address, are refused: a row's prompt must be the same
   at every attempt.
 
 Cost where nothing is wrong: well under a microsecond per loop or call.
@@ -22,14 +22,15 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 2_000_000
@@ -103,7 +104,15 @@ _COMPARING_TESTS = (
     ">=",
     "in",
 )
-_COMPARING_METHODS = ("index", "count", "get")
+_COMPARING_METHODS = ("index", "count", "get", "isdisjoint", "changed")
+_VIEWS: tuple[type[Any], ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_CONTAINERS: tuple[type[Any], ...] = (
+    list,
+    tuple,
+    dict,
+    Namespace,
+    *_VIEWS,
+)  # what can hold other values that it writes and compares
 _AMPLIFYING_FILTERS = (
     "batch",
     "center",
@@ -162,7 +171,7 @@ class _Budget(threading.local):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """`start_row` gives this thread a new budget; then templates of this environment may be rendered."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=self._finalized, **options)
@@ -186,7 +195,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def bounded_size(self, value: Any) -> None:
         """Refuses a container that has too many items when written out (it may hold itself many times)."""
-        if isinstance(value, (list, tuple, dict)):
+        if isinstance(value, _CONTAINERS):
             size = _written_size(value, self._budget.max_chars)
             self._budget.need(size)
             if size > _LONG:
@@ -194,7 +203,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _compared(self, value: Any) -> Any:
         """What is compared or hashed, handed on."""
-        if isinstance(value, (list, tuple, dict)):
+        if isinstance(value, _CONTAINERS):
             size = _written_size(value, _MAX_COMPARED, chars=False)
             if size > _MAX_COMPARED:
                 raise SecurityError(f"the template compares a value of more than {_MAX_COMPARED:,} items")
@@ -213,12 +222,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "+":
             if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
                 self._budget.need(len(left) + len(right))
+        elif operator == "-":
+            if isinstance(left, _VIEWS) or isinstance(right, _VIEWS):
+                raise jinja2.TemplateRuntimeError("the template makes a set: its order is never the same twice")
         elif operator == "*":
             if isinstance(left, int) and isinstance(right, int):
                 self._need_bits(left.bit_length() + right.bit_length())
             else:
                 for sequence, times in ((left, right), (right, left)):
-                    if isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
+                    if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int):
                         self._budget.need(len(sequence) * times)
         elif operator == "**":
             if isinstance(left, int) and isinstance(right, int):
@@ -230,12 +242,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         self._budget.pay(1)
         owner = getattr(obj, "__self__", None)
-        if isinstance(owner, str):
-            self._check_method(owner, obj.__name__, args)
+        if isinstance(owner, (str, bytes)):
+            if obj.__name__ == "join" and args and not isinstance(args[0], (list, tuple)):
+                args = (list(self._counted(args[0])), *args[1:])
+            self._check_method(owner, obj.__name__, (*args, *kwargs.values()))
             if len(owner) > _LONG:
                 self._budget.check_time()
-        elif isinstance(owner, (list, tuple, dict)) and obj.__name__ in _COMPARING_METHODS:
-            for value in (owner, *args) if not isinstance(owner, dict) else args:
+        elif isinstance(owner, int) and obj.__name__ == "to_bytes":
+            _refuse_wide((*args, *kwargs.values()))
+        elif isinstance(owner, (*_CONTAINERS, LoopContext)) and obj.__name__ in _COMPARING_METHODS:
+            for value in args if isinstance(owner, (dict, LoopContext)) else (owner, *args):
                 self._compared(value)
         elif getattr(obj, "__name__", None) in ("format", "format_map") and hasattr(obj, "__wrapped__"):
             owner = obj.__wrapped__.__self__
@@ -243,12 +259,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self._check_format(owner, "{", (*args, *kwargs.values()))
         return super().call(context, obj, *args, **kwargs)
 
-    def _check_method(self, owner: str, method: str, args: tuple[Any, ...]) -> None:
-        if method == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
+    def _check_method(self, owner: str | bytes, method: str, args: tuple[Any, ...]) -> None:
+        if method == "replace" and len(args) >= 2 and all(isinstance(arg, type(owner)) for arg in args[:2]):
             if len(args[1]) > len(args[0]):
                 self._budget.need(len(owner) + owner.count(args[0]) * len(args[1]))
-        elif method == "join" and args and isinstance(args[0], (list, tuple)):
-            self._budget.need(sum(len(item) for item in args[0] if isinstance(item, str)) + len(owner) * len(args[0]))
+        elif method == "join" and args:
+            size = sum(len(item) for item in args[0] if isinstance(item, (str, bytes)))
+            self._budget.need(size + len(owner) * len(args[0]))
+        elif method == "translate" and args and isinstance(args[0], dict):
+            longest = max((len(text) for text in args[0].values() if isinstance(text, str)), default=1)
+            self._budget.need(len(owner) * longest)
         elif method in ("ljust", "rjust", "center", "zfill", "expandtabs"):
             _refuse_wide(args)
 
@@ -306,18 +326,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Pays for long values and looks at the time; refuses what would take too long in one go."""
         per_item, slow, deep = name in _ITEM_FILTERS, name in _SLOW_FILTERS, name not in _SHALLOW_FILTERS
         comparing = name in _COMPARING_FILTERS
+        gathers = name == "join" or (per_item and deep)
 
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
             long = False
+            if gathers:  # what another filter gives one by one is looked at as a whole
+                args = tuple([list(self._counted(arg)) if isinstance(arg, Iterator) else arg for arg in args])
             for value in args:
-                if not isinstance(value, (str, list, tuple, dict)):
+                if not isinstance(value, (str, *_CONTAINERS)):
                     continue
                 if comparing:
                     self._compared(value)
                 elif deep and not isinstance(value, str):
                     self.bounded_size(value)
-                size = len(value)
+                size = _num_items(value)
                 if size > _LONG_LOOP:
                     long = long or size > _LONG
                     if per_item:
@@ -360,9 +383,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self._check_format(texts[0], "%", values)
             elif name in ("do_replace", "do_indent", "do_wordwrap") and len(texts) >= 2:
                 self._budget.need(len(texts[0]) + (texts[0].count(texts[1]) + 1) * len(texts[-1]))
-            elif name in ("do_join", "sync_do_join") and len(texts) == 1:
-                items = next((value for value in values if isinstance(value, (list, tuple))), ())
-                self._budget.need(len(texts[0]) * len(items))
+            elif name in ("do_join", "sync_do_join") and texts:
+                items = next((value for value in values if isinstance(value, (str, *_CONTAINERS))), ())
+                self._budget.need(len(texts[-1]) * _num_items(items))
             result = function(*args, **kwargs)
             if isinstance(result, str):
                 self._budget.need(len(result))
@@ -427,7 +450,7 @@ def _is_constant(node: nodes.Node) -> bool:
 
 def _refuse_address(value: Any) -> None:
     """Functions, generators and other objects of Python's write where they lie in memory."""
-    if value is None or isinstance(value, (str, int, float, list, tuple, dict)):
+    if value is None or isinstance(value, (str, bytes, int, float, *_CONTAINERS)):
         return
     if " at 0x" in repr(value)[:200]:
         raise jinja2.TemplateRuntimeError(
@@ -449,18 +472,50 @@ def _refuse_wide(values: Iterable[Any]) -> None:
 
 
 def _written_size(value: Any, limit: int, *, chars: bool = True) -> int:
-    """Items and (with `chars`) characters of nested containers, counted up to `limit`."""
-    size, stack = 0, [value]
-    while stack and size <= limit:
-        item = stack.pop()
-        if isinstance(item, str):
-            size += len(item) if chars else 1
-            continue
-        size += 1
-        _refuse_address(item)
-        if isinstance(item, dict):
-            stack.extend(item.keys())
-            stack.extend(item.values())
-        elif isinstance(item, (list, tuple)):
-            stack.extend(item)
-    return size
+    """Items and (with `chars`) characters of nested containers; beyond `limit` anything above it. One that is held many
+    times is looked at once; one that holds itself has no end."""
+    sizes: dict[int, int] = {}
+    held: list[Any] = []  # views make their items as they are asked: these must live on, `sizes` knows them by id
+    frames: list[tuple[int, Iterator[Any]]] = [(0, iter((value,)))]
+    counts = [0]
+    while frames:
+        key, items = frames[-1]
+        size = counts[-1]
+        for item in items:
+            if isinstance(item, str):
+                size += len(item) if chars else 1
+            elif isinstance(item, _CONTAINERS):
+                known = sizes.get(id(item))
+                if known is None:
+                    sizes[id(item)] = limit + 1
+                    counts[-1] = size
+                    held.append(children := _children(item))
+                    frames.append((id(item), iter(children)))
+                    counts.append(1)
+                    break
+                size += known
+            else:
+                _refuse_address(item)
+                size += 1
+            if size > limit:
+                return size
+        else:
+            frames.pop()
+            counts.pop()
+            if not frames:
+                return size
+            sizes[key] = size
+            counts[-1] += size
+    return 0
+
+
+def _num_items(value: Any) -> int:
+    return 0 if isinstance(value, Namespace) else len(value)
+
+
+def _children(item: Any) -> Sequence[Any]:
+    if isinstance(item, (list, tuple)):
+        return item
+    if isinstance(item, Namespace):
+        item = item._Namespace__attrs
+    return [*item.keys(), *item.values()] if isinstance(item, dict) else list(item)

@@ -260,6 +260,16 @@ BOMBS = [
     "{{ ('b' * 10000).join(['a'] * 100000) }}",
     "{{ ['a'] * 100000 | join('b' * 10000) }}",
     "{{ {'a': 1} | tojson(indent=10**9) }}",
+    "{{ 'a'.encode() * 10**10 }}",
+    "{{ 'a'.encode().ljust(10**10) }}",
+    "{{ ('a' * 100000).encode().replace('a'.encode(), ('b' * 100000).encode()) }}",
+    "{{ (5).to_bytes(10**10, 'big') }}",
+    "{{ ('a' * 1000000).translate({97: 'b' * 100000}) }}",
+    "{{ '\\t'.expandtabs(tabsize=10**10) }}",
+    "{{ ('b' * 100000).join('a' * 100000) }}",
+    "{{ ('b' * 100000).join((['a'] * 100000) | map('upper')) }}",
+    "{{ ('a' * 100000) | join('b' * 100000) }}",
+    "{{ (['a'] * 100000) | map('upper') | join('b' * 100000) }}",
     *(
         DOUBLING.replace("EXPRESSION", expression)
         for expression in ("ns.x + ns.x", "ns.x ~ ns.x", "[ns.x, ns.x] | join", "''.join([ns.x, ns.x])", "[ns.x, ns.x]")
@@ -300,6 +310,18 @@ AT_ONCE = [
     NESTED + "{{ a.s is eq b.s }}",
     NESTED + "{{ [a.s].index(b.s) }}",
     NESTED + "{{ [a.s, b.s] | sort | length }}",
+    NESTED + "{{ a }}",
+    NESTED + "{{ 'x' ~ a }}",
+    NESTED + "{{ '%s' % a }}",
+    NESTED + "{{ a | trim }}",
+    NESTED + "{{ {'a': a.s}.values() }}",
+    NESTED + "{{ [{'a': a.s}.items()] }}",
+    NESTED + "{{ {'a': a.s}.items() == {'a': b.s}.items() }}",
+    NESTED + "{{ {'a': a.s, 'b': b.s}.values() | sort }}",
+    NESTED + "{{ [a, b] | sort(attribute='s') }}",
+    NESTED + "{{ [a, b] | map(attribute='s') | max }}",
+    NESTED + "{{ [a.s, b.s] | reverse | max }}",
+    NESTED + "{% for i in range(2) %}{{ loop.changed(a.s if i else b.s) }}{% endfor %}",
     NESTED.replace("a.s = [a.s, a.s]", "a.t = (a.t, a.t)") + "{{ {a.t: 1} }}",
 ]
 
@@ -320,9 +342,16 @@ def test_addresses_of_objects_are_refused(expression: str) -> None:
     assert "never the same twice" in refusal(f"{{{{ {expression} }}}}", turns("user"))
 
 
+def test_sets_are_refused() -> None:
+    assert "its order" in refusal("{% for k in {'a': 1, 'b': 2}.keys() - ['a'] %}{{ k }}{% endfor %}")
+
+
 def test_comparing_and_filtering_ordinary_values_is_as_ever() -> None:
     assert render("{{ 'x at 0x12' }}{{ (1, 2) == (1, 2) }}{{ [1, [2]] == [1, [2]] }}") == "x at 0x12TrueTrue"
     assert render("{% for a, b in [('x', 1)] %}{{ a }}{{ b }}{% endfor %}{% set c, d = 1, 2 %}{{ c + d }}") == "x13"
+    assert render("{{ {'a': ' at 0x1'}.values() }}{{ 3 - 1 }}") == "dict_values([' at 0x1'])2"
+    assert render("{{ {'b': 3, 'a': 4}.values() | max }}{{ '-'.join({'a': 1, 'b': 2}.keys()) }}") == "4a-b"
+    assert render("{{ {'b': [1, 2]}.values() | map('join', '-') | join }}{{ '-'.join('abc') }}") == "1-2a-b-c"
     assert render("{{ [3, 1] | sort | join(',') }}{{ {'a': (1, 2)}['a'][1] }}{{ 'b' in ('a', 'b') }}") == "1,32True"
 
 
