@@ -163,7 +163,9 @@ def verify_text(report: VerifyReport) -> str:
 
 
 def deep_text(report: DeepReport) -> str:
-    if report.ok:
+    if not report.rows_run:
+        lines = ["Nothing was run again, and nothing compared: there is no completed row to choose from."]
+    elif report.ok:
         lines = [f"Run again: {count(report.rows_run, 'completed row')}, with the same bytes."]
     else:
         lines = [f"NOT reproduced: {number(len(report.differing))} of {count(report.rows_run, 'row')} run again"]

@@ -210,17 +210,17 @@ class Coordinator:
                 return ev.EngineReady(name, message["max_num_seqs"])
             case "died":
                 reason, memory = message["reason"], message["memory"]
-                last_words = memory + message["last_words"]
-                hung = name in self._ended_as_hung
-                if hung:
+                if name in self._ended_as_hung:
                     self._ended_as_hung.discard(name)
+                    memory = ""  # we have killed it
                     reason = (
                         f"it showed no life for {self._hang_s:.0f} s or more (cluster.hang_timeout_s), and was ended"
                     )
                 flight = tuple((lease, start, stop) for lease, start, stop in message["in_flight"])
                 where = self._units_of(name, flight)
+                last_words = memory + message["last_words"]
                 _log.warning("the engine of worker %s died%s: %s%s", name, where, reason, last_words)
-                if FOR_ENGINES in memory and not hung:  # it may have been memory: the user can do something
+                if FOR_ENGINES in memory:  # it may have been memory: the user can do something
                     self._note(f"the engine of worker {name} died{where}: {reason}{memory}")
                 self._forget_engine(name)
                 return ev.EngineDied(name, reason, flight, message["fatal"], last_words)

@@ -27,7 +27,7 @@ from batchinfer.modelfiles import open_model
 from batchinfer.types.request import Request
 
 SAMPLE_ROWS = 100
-# Results of a row, as in RESULT_SCHEMA; those that the job's output does not have are not compared.
+# Results of a row, as in RESULT_SCHEMA, as far as the job's output has them.
 _COMPARED = ("completion", "finish_reason", "completion_tokens", "token_ids", "logprobs", "prompt_tokens")
 
 
@@ -134,11 +134,12 @@ def _compare(job: ResolvedJob, chunk: Chunk, rows: Sequence[int], engine: Engine
     again = results_table([results[row] for row in rows]).to_pylist()
     table = read_part_results(job.layout.output / chunk.part, chunk.chunk)
     kept = table.take([row - chunk.start for row in rows]).to_pylist()
+    compared = [plain for plain, _ in open_context(job).output.result_columns if plain in _COMPARED]
     for row, old, new in zip(rows, kept, again, strict=True):
         if new["error_class"] is not None:
             yield row, f"it has a completion, and now ends as {new['error_class']}: {new['error_message']}"
             continue
-        names = [name for name in _COMPARED if old[name] is not None and old[name] != new[name]]
+        names = [name for name in compared if old[name] != new[name]]
         if names:
             shown = "; ".join(f"{name} is {_short(old[name])}, now {_short(new[name])}" for name in names[:2])
             yield row, shown + (f"; and {', '.join(names[2:])}" if names[2:] else "")

@@ -35,7 +35,8 @@ class MemoryWatch:
             return f"; not for want of memory, it seems: {self._group} counts no kill of the kernel's"
         facts = []
         if known:
-            facts.append(f"the kernel killed it because memory ran out (counted in {self._group})")
+            # Its neighbours are counted in the same group.
+            facts.append(f"most likely by the kernel: memory ran out while it ran (counted in {self._group})")
         peak = _peak_of_children()
         if peak > self._peak:  # else an earlier child's was higher
             facts.append(f"it took {_gib(peak)} at most")

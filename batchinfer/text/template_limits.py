@@ -10,8 +10,8 @@ A model's template is somebody else's code, run once a row. Nothing here needs a
   they are counted before that.
 * Memory: what can multiply text or lists (`+`, `*`, `**`, `%`, `~`, joins, padding, replace, captured blocks) is
   measured before it is done, or right after where it can at most double.
-* `random`, `lipsum`, sets, and objects of Python's that write their address, are refused: a row's prompt must be the same
-  at every attempt.
+* `random`, `lipsum`, sets, and objects of Python's that write their address, are refused: a row's prompt must be the
+  same at every attempt.
 
 Cost where nothing is wrong: well under a microsecond per loop or call.
 """

@@ -81,7 +81,24 @@ def test_a_changed_row_with_mended_checksums_is_found_by_name(tmp_path: Path) ->
     assert verify_job(job).ok
     report = verify_deep(job, 1000)
     assert len(report.differing) == 1
+    assert "NOT reproduced" in deep_text(report)
     assert "part-00000-00000.parquet, row 9 of rows.parquet: completion is ['another completion']" in deep_text(report)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_completion_that_was_taken_away_is_found(n: int, tmp_path: Path) -> None:
+    job = finished(tmp_path, FAKE, n=n)
+    change(job, 9, None)
+    assert verify_job(job).ok
+    (found,) = verify_deep(job, 1000).differing
+    assert "row 9 of rows.parquet: completion is " in found
+
+
+def test_where_no_row_is_completed_nothing_is_claimed(tmp_path: Path) -> None:
+    job = finished(tmp_path, "fake://hash?max_model_len=4")  # all are too long
+    report = verify_deep(job)
+    assert report.rows_run == 0
+    assert "with the same bytes" not in deep_text(report)
 
 
 def test_the_sample_is_always_the_same_and_of_completed_rows(tmp_path: Path) -> None:

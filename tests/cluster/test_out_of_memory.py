@@ -26,12 +26,12 @@ def host(root: Path, *, version: int, kills: int, limit: str) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_kill_that_the_kernel_has_counted_is_said_for_certain(version: int, tmp_path: Path) -> None:
+def test_a_kill_that_the_kernel_has_counted_is_told(version: int, tmp_path: Path) -> None:
     host(tmp_path, version=version, kills=3, limit=str(4 << 30))
     watch = MemoryWatch(tmp_path)
     host(tmp_path, version=version, kills=4, limit=str(4 << 30))
     words = watch.words(-signal.SIGKILL, knobs=FOR_ENGINES)
-    assert words.startswith("; the kernel killed it because memory ran out (counted in ")
+    assert words.startswith("; most likely by the kernel: memory ran out while it ran (counted in ")
     assert "/job is 4.00 GiB" in words
     assert "engine.kv_cache_memory, engine.max_num_seqs" in words
     assert watch.words(-signal.SIGTERM, knobs=FOR_ENGINES) == watch.words(1, knobs=FOR_ENGINES) == ""
