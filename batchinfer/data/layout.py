@@ -2,7 +2,8 @@
 
 Carried input columns keep name, place and Arrow type. Parquet can't hold a few types, so these change, always in the
 same way: timestamp[s] and time32[s] to milliseconds, date64 to date32, dictionaries of other than string or bytes to
-their values, run-end encoding and nested views to plain. Not here: writing (see `parts`).
+their values, run-end encoding and nested views to plain. A time that the new type can't hold becomes
+null, which the log tells (`joining`). Not here: writing (see `parts`).
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class InputSpec(_Section):
     limit: Annotated[int, Field(ge=0)] | None = Field(None, description="only the first N rows")
     window_rows: PositiveInt | None = Field(
         None,
-        description="about so many rows are planned and run together, and a part holds no more; default: 16,384 at "
-        "first, then up to 262,144. Fewer: less disk and memory, fewer prefixes in common",
+        description="about so many rows (at most a quarter more) are planned and run together, and stand in a part; "
+        "default: 16,384 at first, then up to 262,144. Fewer: less disk and memory, fewer prefixes in common",
     )
     storage_options: dict[str, JsonValue] = Field(default_factory=dict, description="handed to fsspec")
     prompt: str | None = Field(None, description="template over the columns: 'Question: {question}'")

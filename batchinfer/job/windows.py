@@ -75,7 +75,7 @@ def cut_windows(files: Sequence[FileShape], max_rows: int | None = None) -> tupl
     """All windows of the job. Every row is in exactly one chunk and every chunk in exactly one window.
 
     The first window holds about 16,384 rows, each next one twice as many up to 262,144 rows or 128 MiB of text,
-    at least one row; with `max_rows` no more than so many. A chunk never crosses a file or a window; a file without
+    at least one row; with `max_rows` about so many at most. A chunk never crosses a file or a window; a file without
     rows gets one empty chunk, so that its part says that it was read. Where less than a quarter of the room would be
     left over in a file, it is taken along rather than left as a sliver.
     """

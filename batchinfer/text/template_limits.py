@@ -41,6 +41,7 @@ _MAX_INT_BITS = 100_000
 _LONG_LOOP = 1000
 _LONG = 10_000  # characters or items: what is done to such a value is followed by a look at the time
 _MAX_SLOW_CHARS = 50_000
+_MAX_MADE = 128  # times what one value may hold
 _MAX_COMPARED = 1 << 18
 _ITEM_FILTERS = frozenset(
     {
@@ -147,6 +148,7 @@ class _Budget(threading.local):
         self.cpu_s = cpu_s
         self.deadline = time.thread_time() + cpu_s
         self.max_chars = MAX_CHARS + 4 * input_chars
+        self.made = 0
         self.payments = 0
 
     def pay(self, steps: int) -> None:
@@ -166,6 +168,14 @@ class _Budget(threading.local):
             raise SecurityError(
                 f"the template makes a value of {size:,} characters or items; {self.max_chars:,} is the limit"
             )
+
+    def make(self, size: int, item_bytes: int = 1) -> None:
+        """Before or after a value of this size is made. It may be held: so long ones are limited together, too."""
+        self.need(size)
+        if size > _LONG:
+            self.made += size * item_bytes
+            if self.made > _MAX_MADE * self.max_chars:
+                raise SecurityError(f"the template makes long values of {self.made:,} bytes in all")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -221,7 +231,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
             if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-                self._budget.need(len(left) + len(right))
+                self._budget.make(len(left) + len(right), _item_bytes(left))
         elif operator == "-":
             if isinstance(left, _VIEWS) or isinstance(right, _VIEWS):
                 raise jinja2.TemplateRuntimeError("the template makes a set: its order is never the same twice")
@@ -231,7 +241,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             else:
                 for sequence, times in ((left, right), (right, left)):
                     if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int):
-                        self._budget.need(len(sequence) * times)
+                        self._budget.make(len(sequence) * times, _item_bytes(sequence))
         elif operator == "**":
             if isinstance(left, int) and isinstance(right, int):
                 self._need_bits(left.bit_length() * max(0, right))
@@ -257,7 +267,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             owner = obj.__wrapped__.__self__
             if isinstance(owner, str):
                 self._check_format(owner, "{", (*args, *kwargs.values()))
-        return super().call(context, obj, *args, **kwargs)
+        result = super().call(context, obj, *args, **kwargs)
+        if isinstance(result, (str, bytes)):
+            self._budget.make(len(result))
+        return result
 
     def _check_method(self, owner: str | bytes, method: str, args: tuple[Any, ...]) -> None:
         if method == "replace" and len(args) >= 2 and all(isinstance(arg, type(owner)) for arg in args[:2]):
@@ -308,12 +321,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.bounded_size(item)
             _refuse_address(item)
         texts = [item if isinstance(item, str) else str(item) for item in items]
-        self._budget.need(sum(map(len, texts)))
+        self._budget.make(sum(map(len, texts)))
         return "".join(texts)
 
     def _concat(self, parts: Iterable[str]) -> str:
         parts = list(parts)
-        self._budget.need(sum(map(len, parts)))
+        self._budget.make(sum(map(len, parts)))
         return "".join(parts)
 
     def _finalized(self, value: Any) -> Any:
@@ -388,7 +401,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self._budget.need(len(texts[-1]) * _num_items(items))
             result = function(*args, **kwargs)
             if isinstance(result, str):
-                self._budget.need(len(result))
+                self._budget.make(len(result))
             return result
 
         return bounded
@@ -507,6 +520,10 @@ def _written_size(value: Any, limit: int, *, chars: bool = True) -> int:
             sizes[key] = size
             counts[-1] += size
     return 0
+
+
+def _item_bytes(sequence: Any) -> int:
+    return 1 if isinstance(sequence, (str, bytes)) else 8
 
 
 def _num_items(value: Any) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.testing.small_tokenizers import CHATML
-from batchinfer.text import ChatTemplate, PromptRenderer, PromptSpec, RenderedPrompt, Tokenizer
+from batchinfer.text import ChatTemplate, PromptRenderer, PromptSpec, RenderedPrompt, Tokenizer, template_limits
 from batchinfer.types.rows import ErrorClass, RowError
 
 MISTRAL_LIKE = (
@@ -294,6 +294,23 @@ def test_memory_is_bounded(source: str) -> None:
     assert refusal(source, turns("user"))
     assert time.monotonic() - start < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB
+
+
+HELD = "{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = VALUE %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ range(99999) | map('center', 99999) | list | length }}",
+        HELD.replace("VALUE", "[ns.x, [0] * 1000000]"),
+        HELD.replace("VALUE", "ns.x + ['a'.ljust(99999)]"),
+        "{% set a = 'a' * 1000000 %}" + HELD.replace("VALUE", "[ns.x, a ~ i]"),
+    ],
+)
+def test_what_may_be_held_together_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "_MAX_MADE", 4)
+    assert "bytes in all" in refusal(source)
 
 
 NESTED = (
