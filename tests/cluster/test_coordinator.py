@@ -181,3 +181,14 @@ def test_an_engine_that_memory_may_have_ended_is_told_with_its_unit(make: Callab
     assert "died while it ran rows 10 to 19 of unit 7, window 2: signal 9; it took 3.00 GiB" in note
     assert isinstance(event, ev.EngineDied)
     assert event.reason == "signal 9"
+
+
+def test_of_an_engine_that_was_ended_as_hung_nothing_is_said_of_memory(make: Callable[..., Coordinator]) -> None:
+    coordinator = make()
+    coordinator._ended_as_hung.add("w0")
+    died = {"name": "w0", "t": "died", "reason": "signal 9", "last_words": "", "in_flight": [], "fatal": False}
+    event = coordinator._understand(_News({**died, "memory": f"; it took 3.00 GiB at most: {FOR_ENGINES}"}))
+    assert isinstance(event, ev.EngineDied)
+    assert "showed no life" in event.reason
+    assert event.last_words == ""
+    assert not coordinator.notes
