@@ -9,11 +9,11 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from batchinfer.testing.faults.processes import catches
 from tests.cluster.conftest import FAST, SLOW, JobFolder, alive, family
 
 ROWS = 150
@@ -144,13 +144,6 @@ def test_the_second_signal_ends_it_at_once(folder: JobFolder) -> None:
     time.sleep(0.05)
     driver.send_signal(signal.SIGINT)
     assert driver.wait(5) == 75
-
-
-def catches(pid: int, signum: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal, as Linux sees it."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
-    return bool(int(caught, 16) >> (signum - 1) & 1)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.4, 0.8])

@@ -134,6 +134,13 @@ class Awake:
 awake = Awake()
 
 
+def catches(pid: int, signum: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, as Linux sees it."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
 def send(pid: int, signum: signal.Signals) -> bool:
     try:
         os.kill(pid, signum)
