@@ -21,7 +21,7 @@ import pytest
 from batchinfer.job.driver_lock import DriverLock, lock_store
 from batchinfer.job.layout import JobLayout
 from batchinfer.job.status import JobStatus, write_status
-from batchinfer.testing.faults import inside, rounds
+from batchinfer.testing.faults import inside, kinds, rounds
 from batchinfer.testing.faults.campaign import Plan, _Jobs, in_turn
 from batchinfer.testing.faults.jobs import CampaignJob, make_job
 from batchinfer.testing.faults.kinds import KINDS
@@ -159,6 +159,25 @@ def lay(round_: Round, name: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"")
     return path
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        ("windows/w0003.json", 3),
+        ("prepared/w0002-e000001/u00000.arrow", 2),
+        ("segments/w0001/plan-e000001-c000000.arrow", 1),
+        ("driver/000001.beat", None),
+        ("status.json", None),
+    ],
+)
+def test_what_is_cut_short_is_noted_with_its_window(round_: Round, name: str, window: int | None) -> None:
+    path = lay(round_, name)
+    path.write_bytes(b"0123456789")
+    kinds._cut(round_, path)
+    noted = [json.loads(line) for line in round_.trace.read_text().splitlines()] if round_.trace.exists() else []
+    assert [event["window"] for event in noted] == ([] if window is None else [window])
+    assert path.stat().st_size < 10
 
 
 LATE = "segments/w0000/u00000-e000001-l000000-0000.arrow"

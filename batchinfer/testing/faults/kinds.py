@@ -6,6 +6,7 @@ What is stopped (SIGSTOP) may be left so: it is woken when the round resumes its
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from batchinfer.testing.faults.processes import Role, catches, send
 from batchinfer.testing.faults.rounds import FINISHED, SITES_AT_A_STOP, Round
 
 Fault = Callable[[Round], bool]
+_WINDOW = re.compile(r"w(\d{4,})")
 
 
 def _signal_one(round_: Round, role: Role, signum: signal.Signals) -> bool:
@@ -281,7 +283,8 @@ def cut_files(round_: Round) -> bool:
 def _cut(round_: Round, path: Path) -> None:
     """Cuts a file short, and notes which results are gone by that."""
     size = path.stat().st_size
-    window = int(path.parent.name[1:5]) if path.parent.name.startswith("w") else None
+    of_window = _WINDOW.match(path.stem if path.parent.name == "windows" else path.parent.name)
+    window = int(of_window[1]) if of_window else None
     name = SegmentName.parse(path.name)
     if path.name.startswith("part-"):
         round_.reader.spoiled.add(path.stat().st_ino)
@@ -299,7 +302,7 @@ def _cut(round_: Round, path: Path) -> None:
     elif "prepared" in path.parts or path.name.startswith("plan-"):
         round_.destroyed(window, None)  # the window is planned again
     elif path.parent.name == "windows":
-        round_.destroyed(int(path.stem[1:]), None)
+        round_.destroyed(window, None)
     os.truncate(path, round_.draw.choice([0, size // 2, max(0, size - 1), max(0, size - 8)]))
 
 
