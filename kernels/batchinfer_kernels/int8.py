@@ -1,7 +1,8 @@
 """Products of int8 weights and uint8 activations: types, the table's functions, and their specification in torch.
 
 Both are turned before they are quantized: each block of TURNED inputs goes through the same orthogonal (Walsh-Hadamard)
-transform, which leaves products as they are and spreads over the block what a few inputs have too much of. Then both
+transform, which leaves products as they are and spreads over the block what a few inputs have too much of (QuaRot,
+arXiv:2404.00456, does so over whole rows). Then both
 are symmetric: weights with one scale for each output feature, activations with one for each token and group of GROUP
 inputs. Within a group a product is an exact integer, so that a row's bytes do not depend on the rows beside it, nor on
 the machine. The last output features of a layer may be kept in bfloat16 instead ("plain"), for parts whose errors count
