@@ -81,6 +81,8 @@ static void attend_work(const struct step *step, const struct layer *layer, cons
                 row->out = layer->part + at * dim;
                 row->top_sum = layer->part_top_sum + at * 2;
             }
+            for (int64_t i = 0; i < dim; i += LANES)
+                __builtin_prefetch(row->out + i, 1); /* stores that waited for its memory held up all behind them */
             if (filled == ROWS) {
                 format->attend[ROWS](rows, work, (int)dim, layer->softcap);
                 filled = 0;
