@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from batchinfer.job.spec import JobSpec
     from batchinfer.types.request import CompletionOutput, RequestOutput, SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "LLM": "batchinfer.engine.llm",

@@ -2,11 +2,11 @@
 
 Both are turned before they are quantized: each block of TURNED inputs goes through the same orthogonal (Walsh-Hadamard)
 transform, which leaves products as they are and spreads over the block what a few inputs have too much of (QuaRot,
-arXiv:2404.00456, does so over whole rows). Then both
-are symmetric: weights with one scale for each output feature, activations with one for each token and group of GROUP
-inputs. Within a group a product is an exact integer, so that a row's bytes do not depend on the rows beside it, nor on
-the machine. The last output features of a layer may be kept in bfloat16 instead ("plain"), for parts whose errors count
-for more; they take the activations rounded to bfloat16, and neither is turned.
+arXiv:2404.00456, does so over whole rows). Then both are symmetric: weights with one scale for each output feature,
+activations with one for each token and group of GROUP inputs. Within a group a product is an exact integer, so that a
+row's bytes do not depend on the rows beside it, nor on the machine. The last output features of a layer may be kept in
+bfloat16 instead ("plain"), for parts whose errors count for more; they take the activations rounded to bfloat16, and
+neither is turned.
 
 Legend: T tokens, K inputs, Kp = K padded with zeros to whole blocks, G = Kp / GROUP, rounded up, N8 output features in
 int8, N16 in bfloat16, N = N8 + N16, I inner features of a gated layer. `native` has the same in C.
