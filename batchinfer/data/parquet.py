@@ -6,6 +6,7 @@ Not here: uniting schemas and row errors (see `dataset`).
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ def column_bytes(name: str, uri: str, options: Mapping[str, Any], columns: Seque
     try:
         with open_bytes(uri, options) as file:
             metadata = pq.read_metadata(file)
-        return sum(_group_bytes(metadata.row_group(i), columns) for i in range(metadata.num_row_groups))
+        return sum(_group_bytes(metadata, group, columns) for group in range(metadata.num_row_groups))
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"input file {name} can't be read as Parquet: {error}") from None
 
@@ -75,7 +76,7 @@ def iter_parquet(
             num_rows = metadata.row_group(group).num_rows
             if first + num_rows > start and num_rows:
                 skip = max(0, start - first)
-                batch_rows = _batch_rows(metadata.row_group(group), columns, max_rows, max_bytes)
+                batch_rows = _batch_rows(metadata, group, columns, max_rows, max_bytes)
                 row = first
                 for batch in _stream_group(file, group, columns, batch_rows):
                     if skip < batch.num_rows:
@@ -85,19 +86,68 @@ def iter_parquet(
             first += num_rows
 
 
-def _batch_rows(group: Any, columns: Sequence[str] | None, max_rows: int, max_bytes: int) -> int:
-    return max(1, min(max_rows, int(max_bytes / max(1, _group_bytes(group, columns) / group.num_rows))))
+def _batch_rows(
+    metadata: pq.FileMetaData, group: int, columns: Sequence[str] | None, max_rows: int, max_bytes: int
+) -> int:
+    row_bytes = _group_bytes(metadata, group, columns) / metadata.row_group(group).num_rows
+    return max(1, min(max_rows, int(max_bytes / max(1, row_bytes))))
 
 
-def _group_bytes(group: Any, columns: Sequence[str] | None) -> int:
-    wanted = None if columns is None else set(columns)
+def _group_bytes(metadata: pq.FileMetaData, group: int, columns: Sequence[str] | None) -> int:
+    """Uncompressed bytes of some columns (None: of all) of a row group. ArrowException or OSError for a bad footer."""
+    entry = metadata.row_group(group)
+    if columns is None:
+        return int(entry.total_byte_size)
+    wanted = set(columns)
     size = 0
-    for i in range(group.num_columns):
-        column = group.column(i)
-        path = column.path_in_schema
-        if wanted is None or path in wanted or path.split(".", 1)[0] in wanted:
-            size += column.total_uncompressed_size
+    for i in range(entry.num_columns):
+        path = metadata.schema.column(i).path
+        if path in wanted or path.split(".", 1)[0] in wanted:
+            _check_entry(metadata, group, path)
+            size += entry.column(i).total_uncompressed_size
     return size
+
+
+class _NoBytes(io.RawIOBase):
+    """A file of which nothing can be read."""
+
+    SIZE = 1 << 62  # beyond the place of every column
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self.SIZE}[whence]
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        self.asked = True
+        raise OSError("nothing to read")
+
+
+def _check_entry(metadata: pq.FileMetaData, group: int, path: str) -> None:
+    """Raises what pyarrow finds wrong in the footer's entry of one column of one row group.
+
+    `RowGroupMetaData.column` ends the whole process where an entry contradicts itself (seen up to pyarrow 26.0), a
+    reader raises. The reader looks at the entry before it asks for the column's bytes, so it is given none.
+    """
+    none = _NoBytes()
+    with pq.ParquetFile(none, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+        try:
+            next(file.iter_batches(batch_size=1, row_groups=[group], columns=[path], use_threads=False), None)
+        except (pa.ArrowException, OSError):
+            if not none.asked:
+                raise
 
 
 def _stream_group(

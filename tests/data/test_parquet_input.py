@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +169,44 @@ def test_a_file_cut_short_is_refused_up_front(tmp_path: Path, cut: int) -> None:
     (tmp_path / "x.parquet").write_bytes(data[:-cut])
     with pytest.raises(InputError, match=r"x\.parquet is not a complete Parquet file"):
         open_dataset(str(tmp_path))
+
+
+def test_no_changed_byte_of_a_footer_ends_the_process(tmp_path: Path) -> None:
+    """In a process of its own, since pyarrow itself would end it."""
+    table = pa.table({"prompt": [None, "a", "b"], "messages": [[{"content": "m"}], None, []], "id": [1, 2, 3]})
+    pq.write_table(table, tmp_path / "good.parquet")
+    code = """if True:
+        import collections, pathlib, sys
+        from batchinfer.data.parquet import column_bytes, inspect_parquet, iter_parquet
+        from batchinfer.errors import InputError
+        import pyarrow as pa
+        good, out = pathlib.Path(sys.argv[1]).read_bytes(), collections.Counter()
+        path = pathlib.Path(sys.argv[1]).with_name("bad.parquet")
+        footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
+        for place in range(footer, len(good) - 8):
+            for change in (1, 2, 0x80):
+                path.write_bytes(good[:place] + bytes([good[place] ^ change]) + good[place + 1:])
+                for columns in (["prompt", "messages", "id"], None):
+                    try:
+                        inspect_parquet("bad", str(path), {})
+                        if columns:
+                            column_bytes("bad", str(path), {}, columns)
+                        rows = list(iter_parquet(str(path), {}, 0, columns, 8, 1 << 20))
+                        out["read"] += 1
+                    except InputError as error:
+                        out["refused"] += 1
+                    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                        out["broken"] += 1
+                        out[str(error)[:40]] += 1
+        print(dict(out))
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "good.parquet")], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = ast.literal_eval(run.stdout)
+    assert found["read"] and found["refused"] and found["broken"], found
+    assert any("histogram" in words for words in found), found
 
 
 def test_a_file_that_shrank_since_is_named(tmp_path: Path) -> None:
