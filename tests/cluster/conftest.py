@@ -123,6 +123,17 @@ class JobFolder:
         lines = self.trace.read_text().splitlines() if self.trace.exists() else []
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
+    def ran_again(self) -> set[tuple[int, int]]:
+        """(chunk, row) of rows that were durable before their unit's new lease, and were run all the same."""
+        durable: dict[tuple[int, int], float] = {}
+        again: set[tuple[int, int]] = set()
+        for event in sorted(self.events("published"), key=lambda event: event["time"]):
+            for row in event["rows"]:
+                durable.setdefault(tuple(row), event["time"])
+        for event in self.events("lease"):
+            again |= {tuple(row) for row in event["rows"] if durable.get(tuple(row), 1e18) < event["leased_at"]}
+        return again
+
     def wait_for(self, condition: Callable[[], object], timeout: float = 60) -> None:
         end = time.monotonic() + timeout
         while not condition():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.cluster.coordinator import DONE_HERE_ROWS
 from tests.cluster.conftest import FAST, SLOW, JobFolder, alive
 
 ROWS = 120
@@ -44,9 +45,9 @@ def sick(folder: JobFolder, act: str, *, always: bool) -> dict[str, str]:
     }
 
 
-def complete(folder: JobFolder) -> None:
+def complete(folder: JobFolder, count: int = ROWS) -> None:
     rows = folder.rows()
-    assert [row["source_row"] for row in rows] == list(range(ROWS))
+    assert [row["source_row"] for row in rows] == list(range(count))
     assert not any(row["error"] for row in rows)
     folder.run("verify", "out")
 
@@ -114,6 +115,36 @@ def test_an_interrupted_job_leaves_nobody_behind_though_its_engine_hangs(folder:
     driver.communicate(timeout=40)
     assert driver.returncode == 75 and time.monotonic() - start < 25
     folder.wait_for(lambda: not any(map(alive, processes)), timeout=10)
+
+
+# The first planning of a chunk lets nothing else run in its worker, heartbeats included.
+BUSY_PLANNING = """
+import ctypes, os, threading
+if "worker_process" in open("/proc/self/cmdline").read():
+    def profile(frame, event, argument):
+        if event == "call" and frame.f_code.co_name == "prepare_chunk":
+            try:
+                os.close(os.open(os.environ["SICK"], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            except FileExistsError:
+                return
+            ctypes.PyDLL(None).sleep({seconds})
+    threading.setprofile(profile)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_planning_that_keeps_a_worker_from_any_heartbeat_is_done_by_another(folder: JobFolder, workers: int) -> None:
+    count = DONE_HERE_ROWS + 1  # fewer are planned by the driver
+    folder.input(count)
+    folder.job(FAST, cluster={"workers": workers, "hang_timeout_s": 4})
+    place = folder.root / "sick"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(BUSY_PLANNING.format(seconds=9))
+    env = {"PYTHONPATH": str(place), "SICK": str(folder.root / "busy"), "BATCHINFER_TRACE": str(folder.trace)}
+    folder.run(env=os.environ | env, timeout=90)
+    assert (folder.root / "busy").exists()
+    complete(folder, count)
+    assert not folder.ran_again()
 
 
 @pytest.mark.slow

@@ -38,18 +38,6 @@ def went_on(folder: JobFolder, driver: subprocess.Popen[str], seen: int) -> bool
     return len(folder.events("published")) > seen or driver.poll() is not None
 
 
-def ran_again(folder: JobFolder) -> set[tuple[int, int]]:
-    """Rows that were durable before their unit's new lease, and were run all the same."""
-    durable: dict[tuple[int, int], float] = {}
-    again: set[tuple[int, int]] = set()
-    for event in sorted(folder.events("published"), key=lambda event: event["time"]):
-        for row in event["rows"]:
-            durable.setdefault(tuple(row), event["time"])
-    for event in folder.events("lease"):
-        again |= {tuple(row) for row in event["rows"] if durable.get(tuple(row), 1e18) < event["leased_at"]}
-    return again
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_killed_and_resumed_equals_uninterrupted(folder: JobFolder, calm: Callable[[], pa.Table], seed: int) -> None:
     draw = random.Random(seed)
@@ -77,7 +65,7 @@ def test_killed_and_resumed_equals_uninterrupted(folder: JobFolder, calm: Callab
     assert driver.returncode == 0, said + folder.logs()
     assert kills >= 2
     folder.run("verify", "out")
-    assert not ran_again(folder)
+    assert not folder.ran_again()
     assert_same_rows(folder.table(), calm())
 
 
