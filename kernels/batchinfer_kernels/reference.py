@@ -12,6 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def _wide(x: Tensor) -> Tensor:
+    """x in what is computed in: float32, or float64 where a test asks for the exact result."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y[T, N] = x[T, H] weight[N, H]^T + bias[N]."""
     return F.linear(x, weight, bias)
@@ -31,7 +36,7 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in float32 (Zhang, Sennrich 2019)."""
-    x_f = x.float()
+    x_f = _wide(x)
     scale = torch.rsqrt((x_f * x_f).mean(-1, keepdim=True) + eps)
     return (x_f * scale).to(x.dtype) * weight
 
@@ -49,7 +54,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    first, second = _wide(x[..., :half]), _wide(x[..., half : 2 * half])
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
@@ -108,12 +113,12 @@ def split_attention(
     keys_at = torch.arange(split * split_size, (split + 1) * split_size)
     last_block = block_table.shape[0] - 1
     blocks = block_table[(keys_at // block_size).clamp(max=last_block)]
-    keys = k_cache[blocks, :, keys_at % block_size].float()  # [W, Hk, D]
-    values = v_cache[blocks, :, keys_at % block_size].float()
+    keys = _wide(k_cache[blocks, :, keys_at % block_size])  # [W, Hk, D]
+    values = _wide(v_cache[blocks, :, keys_at % block_size])
     seen = keys_at[None, :] <= positions[:, None]  # [T, W]
     if window is not None:
         seen &= keys_at[None, :] > positions[:, None] - window
-    grouped = q.float().view(q.shape[0], num_kv_heads, -1, q.shape[-1])  # [T, Hk, G, D]
+    grouped = _wide(q).view(q.shape[0], num_kv_heads, -1, q.shape[-1])  # [T, Hk, G, D]
     scores = torch.einsum("tkgd,wkd->tkgw", grouped, keys) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

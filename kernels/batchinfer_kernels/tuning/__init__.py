@@ -1,0 +1,57 @@
+"""Launch configurations: each kernel has defaults by compute capability, a table of a device may replace them.
+
+Tables are JSON files beside this one, named after the device as CUDA names it (spaces become underscores):
+{"kernel": {"BLOCK_N": 128, ..., "num_warps": 8, "num_stages": 3}}. None is ever required. A configuration may change
+the order of sums, and so the bytes: tables belong to the semantics of a job as the device does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import torch
+
+# Compute capabilities that kernels state defaults for; a device takes those of the highest that is not above its own.
+CAPABILITIES = (80, 90, 100)
+
+Config = Mapping[str, int]
+
+
+def config(kernel: str, defaults: Mapping[int, Config], device: torch.device) -> Config:
+    """What to launch `kernel` with on a device: block sizes by name, num_warps, num_stages. `defaults`: by capability.
+
+    Raises ValueError for a table that lacks a key of the defaults, or has another one.
+    """
+    if device.type != "cuda":  # the interpreter
+        return defaults[CAPABILITIES[0]]
+    found = defaults[nearest(device_capability(device))]
+    tuned = _table(torch.cuda.get_device_name(device)).get(kernel)
+    if tuned is None:
+        return found
+    if set(tuned) != set(found):
+        raise ValueError(f"tuning of {kernel}: the keys are {sorted(tuned)}, they must be {sorted(found)}")
+    return tuned
+
+
+def device_capability(device: torch.device) -> int:
+    """90 for sm_90."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def nearest(capability: int) -> int:
+    """Of CAPABILITIES, the one whose defaults a device takes. ValueError below the lowest."""
+    fitting = [known for known in CAPABILITIES if known <= capability]
+    if not fitting:
+        raise ValueError(f"sm_{capability} is older than sm_{CAPABILITIES[0]}: kernels here need at least that")
+    return fitting[-1]
+
+
+@cache
+def _table(device_name: str) -> dict[str, Config]:
+    path = Path(__file__).with_name(device_name.replace(" ", "_") + ".json")
+    table: dict[str, Config] = json.loads(path.read_text()) if path.exists() else {}
+    return table
