@@ -235,11 +235,26 @@ def _run(arguments: list[str] | None) -> int:
         return Interrupted.exit_code
     except BrokenPipeError:
         return 1
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        _complain(
+            f"{error.strerror or error}{where}\nWhat is finished is kept: once that is mended, the same command goes "
+            f"on. {_details()}"
+        )
+        return 1
     except Exception as error:
+        _complain(f"{type(error).__name__}: {error}\nThis is not expected. {_details()}")
+        return 1
+
+
+def _details() -> str:
+    """Where to read more about the exception that is being handled."""
+    try:
         with tempfile.NamedTemporaryFile("w", prefix="batchinfer-error-", suffix=".txt", delete=False) as file:
             traceback.print_exc(file=file)
-        _complain(f"{type(error).__name__}: {error}\nThis is not expected; the details are in {file.name}.")
-        return 1
+    except OSError as error:
+        return f"Its details could not be written: {error}."
+    return f"The details are in {file.name}."
 
 
 def _terminated(signum: int, frame: FrameType | None) -> None:

@@ -75,7 +75,13 @@ def _workers(began: float) -> Iterator[LocalWorkers]:
     workers = LocalWorkers(num_workers=1, num_threads=num_cores(), preload=_ALWAYS, scratch=scratch, began=began)
     _there.append(workers)  # before its folder is made: a signal may come in between
     try:
-        scratch.mkdir(0o700)
+        try:
+            scratch.mkdir(0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"can't make the folder {scratch} for what workers need meanwhile: {error.strerror}; set TMPDIR to a "
+                "folder that can be written to"
+            ) from None
         yield workers
     finally:
         workers.close()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+from batchinfer.data.writers import is_left_over, writer_mark
 from batchinfer.errors import BatchinferError, ConfigError
 
 T = TypeVar("T")
@@ -91,7 +92,7 @@ def is_foreign(name: str) -> bool:
 def temp_path_for(path: Path) -> Path:
     """A fresh hidden name beside `path`, so that linking and renaming stay inside one file system. It has an ending
     of its own: DuckDB's `*.parquet` takes hidden files too."""
-    return path.parent / f"{TMP_PREFIX}{os.getpid()}-{secrets.token_hex(6)}-{path.name}.tmp"
+    return path.parent / f"{TMP_PREFIX}{writer_mark()}~{secrets.token_hex(6)}~{path.name}.tmp"
 
 
 def is_temp(name: str) -> bool:
@@ -310,8 +311,9 @@ class LocalStore:
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_file(Path(tmp), target)
 
-    def remove_temps(self, prefix: str = "", *, older_than_s: float = 0.0) -> int:
-        """Delete temporary files under the folder `prefix` that dead writers left; returns how many."""
+    def remove_temps(self, prefix: str = "") -> int:
+        """Delete temporary files under the folder `prefix` that dead writers left (`writers.is_left_over`); returns how
+        many."""
         base = self.path(prefix) if prefix else self.root
         now = time.time()
         removed = 0
@@ -319,7 +321,7 @@ class LocalStore:
             for name in filter(is_temp, names):
                 path = Path(folder) / name
                 with contextlib.suppress(FileNotFoundError):
-                    if now - path.stat().st_mtime >= older_than_s:
+                    if is_left_over(name, now - path.stat().st_mtime):
                         path.unlink()
                         removed += 1
         return removed

@@ -7,24 +7,21 @@ results is found; whatever that leaves is taken up at the driver's next start.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
-import socket
 import time
 from collections.abc import Collection
 from pathlib import Path
 
 from batchinfer.data.fs import LocalStore
+from batchinfer.data.writers import is_left_over
 from batchinfer.job.driver_lock import refuse_if_succeeded
 from batchinfer.job.layout import JobLayout
 
-FOREIGN_TEMPORARY_AGE_S = 24 * 3600.0
 _WINDOW = re.compile(r"w(\d+)(?:\.json|-e\d+)?$")
 _DONE = re.compile(r"w(\d+)\.done")
 _RUN = re.compile(r"e(\d+)\.json")
 _REPLACEMENT = re.compile(r".+~e(\d+)-part-.+")
-_TEMPORARY = re.compile(r"(?P<host>[A-Za-z0-9-]+)~(?P<pid>\d+)~\d+~.+")
 
 
 def clean_window(layout: JobLayout, window: int) -> None:
@@ -47,7 +44,7 @@ def clean_leftovers(layout: JobLayout, finished: Collection[int] = (), *, epoch:
     `finished` are windows whose parts are all out: a kill may have come before their cleaning, or an engine of an
     earlier driver may have written after it.
 
-    Of this host's processes, temporary files of the dead are removed; of other hosts' those that are a day old.
+    Of this machine's processes, temporary files of the dead are removed; of others' those that are a day old.
     Returns how many files and windows. Raises TakenOver where a later driver's files may lie among them.
     """
     refuse_if_succeeded(layout.output, epoch)
@@ -65,12 +62,12 @@ def clean_leftovers(layout: JobLayout, finished: Collection[int] = (), *, epoch:
             with contextlib.suppress(OSError):
                 (layout.work / "runs" / name).unlink()  # it may hold the keys of a job's storage
     # Files that were never given their names, wherever they lie.
-    removed += LocalStore(layout.state).remove_temps(older_than_s=FOREIGN_TEMPORARY_AGE_S)
+    removed += LocalStore(layout.state).remove_temps()
     folder = layout.state / "tmp"
     if folder.is_dir():
         for path in folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if _is_left_over(path.name, time.time() - path.stat().st_mtime):
+                if is_left_over(path.name, time.time() - path.stat().st_mtime):
                     path.unlink()
                     removed += 1
     return removed
@@ -87,19 +84,3 @@ def fence_replacements(layout: JobLayout, epoch: int) -> None:
 
 def _names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
-
-
-def _is_left_over(name: str, age_s: float) -> bool:
-    match = _TEMPORARY.fullmatch(name)
-    if match is None:
-        return False
-    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
-    if match["host"] != host:
-        return age_s > FOREIGN_TEMPORARY_AGE_S
-    try:
-        os.kill(int(match["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False

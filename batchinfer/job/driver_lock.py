@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 from batchinfer.data.fs import LocalStore, Store
+from batchinfer.data.writers import process_scope, process_start
 from batchinfer.errors import BatchinferError, Interrupted, ResumeRefused
 from batchinfer.job.layout import STATE_FOLDER
 
@@ -56,11 +57,11 @@ class DriverProcess:
     @classmethod
     def current(cls) -> DriverProcess:
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, _process_scope(), process_start(pid) or "")
+        return cls(socket.gethostname(), pid, process_scope(), process_start(pid) or "")
 
     def dead_here(self) -> bool:
         """Whether it can be seen from this process that it is dead. False for processes of other machines."""
-        return self.scope == _process_scope() and process_start(self.pid) != self.started
+        return self.scope == process_scope() and process_start(self.pid) != self.started
 
 
 def _read_claim(claim: bytes) -> tuple[DriverProcess, float]:
@@ -71,26 +72,6 @@ def _read_claim(claim: bytes) -> tuple[DriverProcess, float]:
         return DriverProcess(**data["process"]), float(data.get("takeover_after_s", TAKEOVER_AFTER_S))
     except (ValueError, KeyError, TypeError):
         return DriverProcess("unknown", 0, "unknown", ""), TAKEOVER_AFTER_S
-
-
-def _process_scope() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()}/{boot}/{Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return f"{socket.gethostname()}/unknown/{os.getpid()}"  # equals no other: such a process is never called dead
-
-
-def process_start(pid: int) -> str | None:
-    """When a process of this host started, in ticks since boot; None where it is not there or a zombie.
-
-    Tells a process from a later one with the same pid.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in ("Z", "X") else fields[19]
 
 
 @dataclass(frozen=True, slots=True)

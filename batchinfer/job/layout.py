@@ -18,11 +18,11 @@ Names only; nothing here touches a file system. Standard library only.
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+from batchinfer.data.writers import writer_mark
 
 STATE_FOLDER = "__batchinfer"
 _SERIAL = itertools.count()
@@ -126,6 +126,5 @@ class JobLayout:
         return self.temporary(f"e{epoch:06d}-{part}")
 
     def temporary(self, name: str) -> Path:
-        """A path under tmp/ that no other process, thread or call uses: host, pid and a serial number."""
-        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
-        return self.state / "tmp" / f"{host}~{os.getpid()}~{next(_SERIAL)}~{name}"
+        """A path under tmp/ that no other process, thread or call uses: it names its writer, and a serial number."""
+        return self.state / "tmp" / f"{writer_mark()}~{next(_SERIAL)}~{name}"

@@ -284,3 +284,30 @@ def test_plan_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(temporary)}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
     assert list(temporary.glob("batchinfer-*")) == []
+
+
+def in_process(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command line in a process that has run `script` before."""
+    code = f"import sys, tempfile\nimport batchinfer.cli.main as entry\n{script}\nentry.main(sys.argv[1:])\n"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_temporary_folder_that_can_not_be_used_is_named(job: Path) -> None:
+    ended = in_process("tempfile.tempdir = '/nonexistent'", "submit", "job.yaml", cwd=job.parent)
+    assert ended.returncode == 2, ended.stderr
+    assert "/nonexistent/batchinfer-" in ended.stderr and "set TMPDIR" in ended.stderr
+    assert "Traceback" not in ended.stderr and not (job.parent / "out").exists()
+
+
+@pytest.mark.parametrize("temporary", ["None", "'/nonexistent'"])
+def test_a_disk_that_fails_where_nothing_waits_for_it_is_a_message(tmp_path: Path, temporary: str) -> None:
+    script = (
+        "def cli(**_):\n    raise OSError(5, 'Input/output error', '/data/file')\n"
+        f"entry.cli = type('Cli', (), {{'main': staticmethod(cli)}})\ntempfile.tempdir = {temporary}"
+    )
+    ended = in_process(script, cwd=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    assert "Error: Input/output error: /data/file" in ended.stderr and "the same command goes on" in ended.stderr
+    assert ("could not be written" in ended.stderr) == (temporary != "None")
+    assert "Traceback" not in ended.stderr

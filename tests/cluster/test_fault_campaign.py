@@ -187,8 +187,10 @@ def test_what_earlier_drivers_and_the_killed_left_goes_with_the_next_command(
     round_: Round, calm: tuple[CampaignJob, Calm]
 ) -> None:
     DriverLock.claim(lock_store(round_.output)).release()
-    dead = f"{round_.layout.temporary('').name.partition('~')[0]}~{2**22 + 5}~0~part-00000-00000.parquet"
+    dead = f"{round_.layout.temporary('').name.partition('~')[0]}~{2**22 + 5}~77~0~part-00000-00000.parquet"
     paths = [lay(round_, name) for name in (LATE, "prepared/w0000-e000001/u00000.arrow", f"tmp/{dead}")]
+    paths.append(lay(round_, "windows/w0000.json"))
+    paths[-1].write_text('{"window": 0, "epoch": 1}')
     verdict = judged(round_, calm)
     assert verdict.ok and verdict.starts == 1, verdict
     assert not any(path.exists() for path in paths)
@@ -203,6 +205,8 @@ def test_a_window_that_was_not_cleaned_is_seen_though_the_next_command_cleans_it
 ) -> None:
     DriverLock.claim(lock_store(round_.output)).release()
     path = lay(round_, name)
+    if path.suffix == ".json":
+        path.write_text('{"window": 0, "epoch": 2}')
     if retried:
         round_.begin_retry()
     verdict = judged(round_, calm)

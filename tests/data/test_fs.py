@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -167,11 +170,33 @@ def test_foreign_and_hidden_files_are_not_listed(tmp_path: Path) -> None:
 def test_temporary_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put_if_absent("a/key", b"")
-    store.temp_path("a/key").write_bytes(b"left behind")
-    assert store.remove_temps(older_than_s=3600) == 0
-    assert store.remove_temps() == 1
+    mine = store.temp_path("a/key")
+    scope, pid, start, *rest = mine.name.removeprefix(".tmp-").split("~")
+    rest_of_name = "~".join(rest)
+
+    def name(*mark: str) -> Path:
+        return mine.with_name(f".tmp-{'~'.join(mark)}~{rest_of_name}")
+
+    dead = [name(scope, str(2**22 + 5), start), name(scope, pid, str(int(start) - 1))]  # no such pid; another's by now
+    far = name("0" * 12, pid, start)
+    old = [name("1" * 12, pid, start), mine.with_name(".tmp-77-ae7133e14eb3-key.tmp")]  # the last is of before 0.2
+    for path in (mine, *dead, far, *old):
+        path.write_bytes(b"left behind")
+    for path in (mine, *old):
+        os.utime(path, (0, 0))
+    assert store.remove_temps() == 4
+    assert sorted(names(tmp_path / "a")) == sorted(["key", mine.name, far.name])
     assert store.list() == ["a/key"]
-    assert names(tmp_path / "a") == ["key"]
+
+
+def test_the_temporary_file_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from batchinfer.data.fs import temp_path_for\n"
+        "temp_path_for(Path(sys.argv[1]) / 'part').write_bytes(b'half'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -signal.SIGKILL
+    assert len(names(tmp_path)) == 1
+    assert LocalStore(tmp_path).remove_temps() == 1 and not names(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "."])

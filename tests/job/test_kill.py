@@ -186,9 +186,9 @@ def test_leftovers_of_the_dead_go_those_of_the_living_stay(shop):
     folder = job.layout.state / "tmp"
     folder.mkdir(exist_ok=True)
     mine = job.layout.temporary("part.parquet")
-    host = mine.name.split("~")[0]
+    scope = mine.name.split("~")[0]
     dead, foreign, old = (
-        folder / f"{h}~{pid}~0~part.parquet" for h, pid in ((host, 2**22 + 5), ("node7", 4), ("node8", 4))
+        folder / f"{mark}~77~0~part.parquet" for mark in (f"{scope}~{2**22 + 5}", "7" * 12 + "~4", "8" * 12 + "~4")
     )
     for path in (mine, dead, foreign, old, folder / "notes.txt"):
         path.write_text("x")
