@@ -36,9 +36,13 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "scheduling": (BASE, set()),
     "modelfiles": (BASE, {"gguf", "huggingface_hub", "numpy"}),
     "arithmetic": (BASE | {"modelfiles", "kernels"}, set()),
+    "cost": (BASE, set()),
     "text": (BASE | {"modelfiles"}, {"tokenizers", "jinja2"}),
     "data": (BASE, {"pyarrow", "fsspec", "datasets", "numpy", "zstandard"}),
-    "job": (BASE | {"data", "text", "modelfiles", "arithmetic"}, {"pydantic", "pydantic_core", "yaml", "numpy"}),
+    "job": (
+        BASE | {"data", "text", "modelfiles", "arithmetic", "cost"},
+        {"pydantic", "pydantic_core", "yaml", "numpy"},
+    ),
     "weights": (BASE | {"modelfiles"}, {"torch", "safetensors", "gguf", "numpy"}),
     "quant": (BASE | {"kernels", "weights", "modelfiles"}, {"torch"}),
     "attention": (BASE | {"kernels"}, {"torch", "numpy"}),
@@ -53,7 +57,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         BASE | {"engine", "scheduling", "job", "data", "text", "modelfiles", "arithmetic", "kernels"},
         {"dask", "distributed", "numpy", "pyarrow", "psutil"},
     ),
-    "cli": (BASE | {"cluster", "job", "data", "modelfiles", "arithmetic", "text"}, {"click", "rich"}),
+    "cli": (BASE | {"cluster", "job", "data", "modelfiles", "arithmetic", "cost", "text"}, {"click", "rich"}),
 }
 KERNELS: set[str] = {"torch", "numpy", "triton"}
 

@@ -84,12 +84,20 @@ def submit(job: str, overrides: tuple[str, ...], fresh: bool, extend: bool, dry_
 @cli.command(short_help="Check every row and estimate the cost; loads no model.")
 @click.argument("job", type=click.Path())
 @_overrides
-def plan(job: str, overrides: tuple[str, ...]) -> int:
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="Also predict for a GPU: H100, 4xH100, ..., or H100,bandwidth=3.0e12,bfloat16=7e14 with measured rates.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def plan(job: str, overrides: tuple[str, ...], device: str | None, as_json: bool) -> int:
     """Read, render and tokenize every row without loading the model: what a run would meet and cost."""
     from batchinfer.cli.plan_command import show_plan
+    from batchinfer.cost import parse_device
     from batchinfer.job.spec import JobSpec
 
-    return show_plan(JobSpec.from_yaml(job, overrides=overrides), read_rows=True)
+    known = None if device is None else parse_device(device)
+    return show_plan(JobSpec.from_yaml(job, overrides=overrides), read_rows=True, device=known, as_json=as_json)
 
 
 @cli.command()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
-from batchinfer.cli.texts import count, counts_text, duration, num_bytes, number, table
+from batchinfer.cli.texts import count, counts_text, duration, num_bytes, number, rate, table
+from batchinfer.cost import Device, Prediction
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.plan_report import PlanReport, Survey
 from batchinfer.job.spec import JobSpec
@@ -19,20 +22,35 @@ BAR_WIDTH = 40
 
 
 def show_plan(
-    spec: JobSpec, *, read_rows: bool, extend: bool = False, ignore_existing: bool = False, as_text: Any = click.echo
+    spec: JobSpec,
+    *,
+    read_rows: bool,
+    extend: bool = False,
+    ignore_existing: bool = False,
+    device: Device | None = None,
+    as_json: bool = False,
 ) -> int:
+    """`device` and `as_json` go with `read_rows`."""
     from batchinfer.cluster.submit import resolve_here
 
     job = resolve_here(spec, extend=extend, ignore_existing=ignore_existing)
-    as_text(settings_text(job))
-    as_text(work_text(job, ignore_existing))
+    if not as_json:
+        click.echo(settings_text(job))
+        click.echo(work_text(job, ignore_existing))
     if not read_rows:
         return 0
     from batchinfer.job.plan_report import plan_report
 
-    report = plan_report(job, on_window=_progress(job) if sys.stderr.isatty() else None)
-    as_text(report_text(report))
+    report = plan_report(job, device=device, on_window=_progress(job) if sys.stderr.isatty() else None)
+    click.echo(report_json(report) if as_json else report_text(report))
     return 0
+
+
+def report_json(report: PlanReport) -> str:
+    """The fields of `PlanReport`; settings by key, with "value" and "source"."""
+    fields = dataclasses.asdict(report)
+    fields["settings"] = {key: {"value": value, "source": source} for key, value, source in report.settings}
+    return json.dumps(fields)
 
 
 def settings_text(job: ResolvedJob) -> str:
@@ -95,6 +113,10 @@ def report_text(report: PlanReport) -> str:
     text = f"\nRows\n{table(rows)}"
     if good:
         text += f"\n  ({report.prediction})"
+        if report.on_device is not None:
+            text += f"\n\n{prediction_text(report.on_device)}"
+        elif report.off_device is not None:
+            text += f"\n\nOn the device: {report.off_device}"
         text += f"\n\nPrompt lengths\n{histogram_text(survey.histogram)}"
     text += _examples(survey)
     if report.first_prompt is not None and report.first_row is not None:
@@ -103,6 +125,46 @@ def report_text(report: PlanReport) -> str:
         file, row = report.first_row
         text += f"\n\nFirst prompt (row {row} of {file}, {number(report.first_prompt_tokens)} tokens)\n{shown}{cut}"
     return text
+
+
+def prediction_text(found: Prediction) -> str:
+    share = "" if found.num_devices == 1 else f", {num_bytes(found.weight_bytes / found.num_devices)} on each device"
+    balanced = "always" if found.balanced_batch is None else f"below {count(found.balanced_batch, 'row')}"
+    rows = [
+        ("weights", f"{num_bytes(found.weight_bytes)} in {found.weights}{share}"),
+        (
+            "KV cache",
+            f"{num_bytes(found.kv_bytes_per_token)} a token in {found.kv_cache_dtype}; "
+            f"{count(found.most_rows, 'row')} of {number(found.row_tokens)} tokens fit beside the weights",
+        ),
+        ("prefill", f"{_tera(found.prefill_operations)} operations: {_seconds(found.prefill_s)}"),
+        (
+            "decode step",
+            f"{count(found.batch, 'row')}, {num_bytes(found.step_bytes)}, {_tera(found.step_operations)} operations: "
+            f"{_seconds(found.step_s)}, bound by {found.bound}",
+        ),
+        (
+            "tokens out",
+            f"{rate(found.decode_tokens_per_s)} a second; one row alone {rate(1 / found.single_step_s)} "
+            f"({_seconds(found.single_step_s)} each)",
+        ),
+        ("memory-bound", f"{balanced} (products alone: each row's KV cache is read on top)"),
+        ("time", f"{_seconds(found.total_s)} at least"),
+    ]
+    return (
+        f"On {found.device}\n{table(rows)}\n"
+        "  (a roofline bound: each step as long as reading its bytes or doing its operations at the device's stated "
+        "rates, all rows\n  of the mean length, nothing for the host, between devices, or at the end of the job; not "
+        "yet compared with a GPU)"
+    )
+
+
+def _seconds(value: float) -> str:
+    return duration(value) if value >= 10 else f"{value:.1f} s" if value >= 1 else f"{value * 1000:.3g} ms"
+
+
+def _tera(operations: float) -> str:
+    return f"{operations / 1e12:,.3g} T" if operations < 1e15 else f"{operations / 1e15:,.3g} P"
 
 
 def histogram_text(histogram: Mapping[int, int]) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.arithmetic import Arithmetic
+from batchinfer.arithmetic import Arithmetic, resolve_arithmetic, this_machine
+from batchinfer.cost import Device, JobTokens, ModelShape, Prediction, predict
 from batchinfer.data.cursors import close_cursors
 from batchinfer.data.prepared import PreparedRows
 from batchinfer.job.context import JobContext, open_context
@@ -34,8 +35,6 @@ EXAMPLES = 3
 # int8 on native kernels.
 EFFICIENCY = 0.4
 INT8_EFFICIENCY = 2.0
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-_SCALE_BYTES = {"int8": 4}  # of a token's key or value of one head
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,8 @@ class PlanReport:
     """See the module. `settings`: (key, value, where it came from) of everything that was resolved.
 
     kv_bytes_per_token   None where the model's config does not say
-    predicted_s          None where it can't be predicted; `prediction` states how it was
+    predicted_s          on this machine; None where it can't be predicted; `prediction` states how it was
+    on_device            on the device that was asked for; None where none was, or where `off_device` says why not
     first_prompt         the first good row's prompt as text; None where no row is good
     """
 
@@ -91,6 +91,8 @@ class PlanReport:
     kv_bytes_per_token: int | None
     predicted_s: float | None
     prediction: str
+    on_device: Prediction | None
+    off_device: str | None
     first_prompt: str | None
     first_row: tuple[str, int] | None
     first_prompt_tokens: int
@@ -101,14 +103,17 @@ class PlanReport:
         return None if self.kv_bytes_per_token is None else self.kv_bytes_per_token * self.survey.longest_tokens
 
 
-def plan_report(job: ResolvedJob, *, on_window: Callable[[Survey], None] | None = None) -> PlanReport:
-    """Looks at every row in this process. `on_window` is told the sums so far after each window."""
+def plan_report(
+    job: ResolvedJob, *, device: Device | None = None, on_window: Callable[[Survey], None] | None = None
+) -> PlanReport:
+    """Looks at every row in this process. `device`: what to predict for, beside this machine. `on_window` is told the
+    sums so far after each window."""
     survey = Survey()
     for window in job.windows():
         survey = merge_surveys([survey, survey_window(job, window)])
         if on_window is not None:
             on_window(survey)
-    report = finish_report(job, survey)
+    report = finish_report(job, survey, device)
     close_cursors()
     return report
 
@@ -177,45 +182,26 @@ def merge_surveys(surveys: Iterable[Survey]) -> Survey:
     )
 
 
-def finish_report(job: ResolvedJob, survey: Survey) -> PlanReport:
+def finish_report(job: ResolvedJob, survey: Survey, device: Device | None = None) -> PlanReport:
     spec = job.spec.model
     files = open_model(spec.path, revision=spec.revision, tokenizer=spec.tokenizer)
     context = open_context(job)
     first = _first_prompt(job, context)
-    predicted_s, prediction = _predict(files, survey, job.arithmetic)
+    shape = ModelShape.from_config(files.config)
+    predicted_s, prediction = _predict(shape, survey, job.arithmetic)
+    on_device, off_device = (None, None) if device is None else _predict_on(device, job, files, shape, survey)
     return PlanReport(
         survey=survey,
         settings=tuple((key, job.semantic[key], job.sources.get(key, "")) for key in sorted(job.semantic)),
-        kv_bytes_per_token=kv_bytes_per_token(files.config, job.arithmetic.kv_cache_dtype),
+        kv_bytes_per_token=None if shape is None else shape.kv_bytes_per_token(job.arithmetic.kv_cache_dtype),
         predicted_s=predicted_s,
         prediction=prediction,
+        on_device=on_device,
+        off_device=off_device,
         first_prompt=None if first is None else first[0],
         first_row=None if first is None else first[1:3],
         first_prompt_tokens=0 if first is None else first[3],
     )
-
-
-def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
-    """Keys and values of all layers for one token of one sequence."""
-    layers, heads, hidden = (config.get(k) for k in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    if not isinstance(layers, int) or not isinstance(heads, int) or not isinstance(hidden, int):
-        return None
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    return int(2 * layers * kv_heads * (head_dim * _BYTES.get(dtype, 4) + _SCALE_BYTES.get(dtype, 0)))
-
-
-def num_weights(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Weights that a token is multiplied with: (in the layers, in the head), for decoders of the llama kind."""
-    names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
-    values = [config.get(name) for name in names]
-    if not all(isinstance(value, int) for value in values):
-        return None
-    layers, heads, hidden, inner, vocab = (int(value) for value in values if value is not None)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    return layers * (attention + 3 * hidden * inner), hidden * vocab
 
 
 def measured_flops(seconds: float = 0.05) -> float:
@@ -236,11 +222,13 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _predict(files: ModelFiles, survey: Survey, arithmetic: Arithmetic) -> tuple[float | None, str]:
-    weights = num_weights(files.config)
-    if weights is None:
-        return None, "no prediction: the model's config does not say how large its layers are"
-    layers, head = weights
+_NO_SHAPE = "no prediction: the model's config does not say how large its layers are"
+
+
+def _predict(shape: ModelShape | None, survey: Survey, arithmetic: Arithmetic) -> tuple[float | None, str]:
+    if shape is None:
+        return None, _NO_SHAPE
+    layers, head = shape.active_weights, shape.head_weights
     cores = _num_cores()
     fast = arithmetic.quantization == "int8" and arithmetic.kernels == "native"
     efficiency = INT8_EFFICIENCY if fast else EFFICIENCY
@@ -252,6 +240,37 @@ def _predict(files: ModelFiles, survey: Survey, arithmetic: Arithmetic) -> tuple
         f"make it shorter), at {rate / 1e9:.0f} billion a second ({efficiency:.0%} of the rate of float32 products "
         f"measured here on {cores} cores)"
     )
+
+
+def _predict_on(
+    device: Device, job: ResolvedJob, files: ModelFiles, shape: ModelShape | None, survey: Survey
+) -> tuple[Prediction | None, str | None]:
+    """In the arithmetic that a GPU would have: what the job leaves open is another one than here."""
+    rows = survey.rows - survey.rows_failed
+    if shape is None or not rows:
+        return None, _NO_SHAPE if shape is None else "no prediction: there is no good row"
+    model = job.spec.model
+    arithmetic = resolve_arithmetic(
+        files,
+        this_machine(),
+        dtype=model.dtype,
+        quantization=model.quantization,
+        kv_cache_dtype=model.kv_cache_dtype,
+        device="cuda",
+    )
+    found = predict(
+        shape,
+        device,
+        weights=arithmetic.dtype if arithmetic.quantization == "none" else arithmetic.quantization,
+        kv_cache_dtype=arithmetic.kv_cache_dtype,
+        job=JobTokens(
+            rows=rows,
+            prompt_tokens=survey.prompt_tokens,
+            shared_tokens=survey.shared_tokens,
+            output_tokens=survey.output_tokens,
+        ),
+    )
+    return found, f"no prediction: {device} can't hold the model and a row" if found is None else None
 
 
 def _wanted_tokens(job: ResolvedJob, rows: PreparedRows) -> Ints:

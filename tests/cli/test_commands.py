@@ -26,7 +26,7 @@ from batchinfer.testing.tiny import make_tiny
 
 OPTIONS = {
     "submit": ["--dry-run", "--extend", "--fresh", "--help", "--set", "JOB"],
-    "plan": ["--help", "--set", "JOB"],
+    "plan": ["--device", "--help", "--json", "--set", "JOB"],
     "status": ["--help", "--json", "JOB"],
     "verify": ["--deep", "--help", "--sample", "JOB"],
     "retry": ["--class", "--help", "--set", "JOB"],
@@ -90,6 +90,25 @@ def test_plan_reads_every_row_and_writes_nothing(job: Path) -> None:
     assert not (job.parent / "out").exists()
 
 
+def test_plan_predicts_for_a_device(job: Path, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "tiny")
+    arguments = ("plan", str(job), "--set", f"model.path={folder}", "--device", "2xH100")
+    told = batchinfer(*arguments)
+    assert told.returncode == 0, told.stderr
+    for text in ("On 2 x H100\n", "in bfloat16", "bound by memory", "not yet compared with a GPU"):
+        assert text in told.stdout, text
+    found = json.loads(batchinfer(*arguments, "--json").stdout)
+    assert found["survey"]["rows"] == 3 and found["settings"]["sampling.max_tokens"] == {"value": 4, "source": "user"}
+    assert found["on_device"]["device"] == "2 x H100" and found["on_device"]["batch"] == 2
+    assert found["on_device"]["total_s"] > 0 and found["off_device"] is None
+
+
+def test_plan_says_why_it_predicts_nothing_for_a_device(job: Path) -> None:
+    assert "the model's config does not say how large" in batchinfer("plan", str(job), "--device", "L4").stdout
+    found = json.loads(batchinfer("plan", str(job), "--json").stdout)
+    assert found["on_device"] is found["off_device"] is None
+
+
 def test_a_dry_run_says_what_would_be_run_and_writes_nothing(job: Path) -> None:
     done = batchinfer("submit", str(job), "--dry-run", "--set", "sampling.max_tokens=5")
     assert done.returncode == 0 and "3 rows in 1 file\n" in done.stdout
@@ -106,6 +125,7 @@ def test_a_dry_run_says_what_would_be_run_and_writes_nothing(job: Path) -> None:
         (("submit", "job.yaml", "--set", "input.prompt={txt}"), "txt"),
         (("submit", "job.yaml", "--extend"), "--extend"),
         (("plan", "job.yaml", "--set", "model.path=none.gguf"), "none.gguf"),
+        (("plan", "job.yaml", "--device", "H1"), "known are A100-40GB"),
         (("status", "job.yaml"), "no batchinfer job here"),
         (("status", "none"), "no such job file or output folder"),
         (("verify", "none"), "no such job file or output folder"),

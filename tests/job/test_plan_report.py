@@ -6,13 +6,7 @@ import subprocess
 import sys
 
 from batchinfer.job import windows as windows_module
-from batchinfer.job.plan_report import (
-    Survey,
-    kv_bytes_per_token,
-    merge_surveys,
-    num_weights,
-    plan_report,
-)
+from batchinfer.job.plan_report import Survey, merge_surveys, plan_report
 from batchinfer.job.resolve import resolve_job
 
 
@@ -78,22 +72,6 @@ def test_rows_whose_max_tokens_does_not_fit_are_counted(shop):
     spec = shop.spec(input={"sampling_columns": {"max_tokens": "m"}}, engine={"max_model_len": 32})
     survey = plan_report(resolve_job(spec)).survey
     assert survey.clamped_rows == 2 and survey.longest_tokens == 32
-
-
-def test_kv_memory_and_weights_of_the_demo_models_shape():
-    config = {
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-    }
-    assert kv_bytes_per_token(config, "float32") == 2 * 30 * 3 * 64 * 4
-    assert kv_bytes_per_token(config, "bfloat16") == 2 * 30 * 3 * 64 * 2
-    assert kv_bytes_per_token(config, "int8") == 2 * 30 * 3 * (64 + 4)
-    assert num_weights(config) == (106_168_320, 28_311_552)
-    assert num_weights({}) is None and kv_bytes_per_token({}, "float32") is None
 
 
 def test_planning_loads_neither_torch_nor_dask():

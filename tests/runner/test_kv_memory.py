@@ -12,8 +12,8 @@ from batchinfer_kernels.table import resolve
 from batchinfer.arithmetic import KV_CACHE_DTYPES
 from batchinfer.attention.backend import make_attention
 from batchinfer.attention.spec import AttentionSpec
+from batchinfer.cost import ModelShape
 from batchinfer.errors import ConfigError
-from batchinfer.job.plan_report import kv_bytes_per_token
 from batchinfer.runner.kv_memory import KVLayout, allocate, bytes_per_block, free_memory, resolve_num_blocks
 from batchinfer.runner.sequence_state import BlockRow
 
@@ -78,10 +78,14 @@ def test_a_plan_says_the_bytes_that_blocks_take(dtype: str, num_kv_heads: int) -
         "num_attention_heads": 9,
         "num_key_value_heads": num_kv_heads,
         "hidden_size": 9 * 64,
+        "intermediate_size": 64,
+        "vocab_size": 64,
     }
     specs = [replace(SPEC, num_kv_heads=num_kv_heads)] * 5
-    planned = kv_bytes_per_token(config, dtype)
-    assert planned is not None and 16 * planned == bytes_per_block(specs, 16, getattr(torch, dtype))
+    shape = ModelShape.from_config(config)
+    assert shape is not None and 16 * shape.kv_bytes_per_token(dtype) == bytes_per_block(
+        specs, 16, getattr(torch, dtype)
+    )
 
 
 def test_free_memory_is_a_sensible_number() -> None:

@@ -1,0 +1,11 @@
+"""What a model costs on a device, by arithmetic alone: bytes, operations, and the time that they take at best.
+
+`model` counts a model's weights and its KV cache, `devices` knows rates, `roofline` puts them together for a job.
+Nothing is measured or loaded here.
+"""
+
+from batchinfer.cost.devices import Device, parse_device
+from batchinfer.cost.model import ModelShape
+from batchinfer.cost.roofline import JobTokens, Prediction, predict
+
+__all__ = ["Device", "JobTokens", "ModelShape", "Prediction", "parse_device", "predict"]

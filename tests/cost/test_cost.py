@@ -1,0 +1,277 @@
+"""The cost model against numbers that can be had by hand, or are told of the models and devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batchinfer.cost import JobTokens, ModelShape, parse_device, predict
+from batchinfer.cost.devices import DEVICES
+from batchinfer.cost.roofline import CostModel
+from batchinfer.errors import ConfigError
+
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+LLAMA_70B = LLAMA_8B | {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "intermediate_size": 28672,
+}
+QWEN3_30B_A3B = {
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+GPT_OSS_20B = {
+    "num_hidden_layers": 24,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def shape_of(config: dict[str, object]) -> ModelShape:
+    shape = ModelShape.from_config(config)
+    assert shape is not None
+    return shape
+
+
+def cost(shape: ModelShape, device: str = "H100", weights: str = "bfloat16", kv: str = "bfloat16") -> CostModel:
+    return CostModel(shape=shape, device=parse_device(device), weights=weights, kv_cache_dtype=kv)
+
+
+def decode_s(model: CostModel, batch: int, context: int = 0) -> float:
+    return model.seconds(model.decode_step(batch, context))
+
+
+def test_the_classic_numbers_of_70_billion_parameters() -> None:
+    shape = ModelShape(layer_weights=70_000_000_000, head_weights=0)
+    one = decode_s(cost(shape, weights="float16"), 1)
+    assert one == pytest.approx(0.0418, rel=1e-3), "140 GB at 3.35 TB/s"
+    assert 1 / one == pytest.approx(24, rel=5e-3)
+    assert decode_s(cost(shape, weights="int4"), 1) == pytest.approx(one / 4)
+    assert decode_s(cost(shape, weights="fp8"), 1) == pytest.approx(one / 2)
+    # As many operations as bytes: two for each weight of two bytes.
+    assert cost(shape).balanced_batch() == pytest.approx(989.4e12 / 3.35e12, abs=1)
+    assert decode_s(cost(shape), 290) == pytest.approx(one)
+    assert decode_s(cost(shape), 592) == pytest.approx(2 * one, rel=0.01)
+
+
+def test_the_demo_models_shape() -> None:
+    demo = shape_of(
+        {
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "vocab_size": 49152,
+        }
+    )
+    assert (demo.layer_weights, demo.head_weights) == (106_168_320, 28_311_552)
+    assert demo.kv_bytes_per_token("float32") == 2 * 30 * 3 * 64 * 4
+
+
+def test_parameters_are_those_of_the_models() -> None:
+    assert shape_of(LLAMA_8B).num_parameters == 8_030_261_248
+    assert shape_of(LLAMA_70B).num_parameters == 70_553_706_496
+    assert shape_of(QWEN3_30B_A3B).num_parameters == pytest.approx(30.53e9, rel=1e-3)
+    assert shape_of(QWEN3_30B_A3B).active_weights == pytest.approx(2.73e9, rel=1e-2), "3.3e9 with head and embeddings"
+    assert shape_of(GPT_OSS_20B).num_parameters == pytest.approx(20.9e9, rel=2e-3)
+    assert shape_of(GPT_OSS_20B).active_weights + 201088 * 2880 == pytest.approx(3.61e9, rel=1e-2)
+    assert shape_of(DEEPSEEK_V3).num_parameters == pytest.approx(671.0e9, rel=1e-3)
+    assert shape_of(DEEPSEEK_V3).active_weights + 129280 * 7168 == pytest.approx(37e9, rel=2e-2)
+
+
+def test_tied_embeddings_are_there_once() -> None:
+    shape = shape_of(LLAMA_8B | {"tie_word_embeddings": True})
+    assert shape_of(LLAMA_8B).num_parameters - shape.num_parameters == 128256 * 4096
+
+
+def test_kv_cache() -> None:
+    llama = shape_of(LLAMA_8B)
+    assert llama.kv_bytes_per_token("bfloat16") == 131_072
+    assert llama.kv_bytes_per_token("float32") == 262_144
+    assert llama.kv_bytes_per_token("fp8") == 65_536
+    assert llama.kv_bytes_per_token("int8") == 2 * 32 * 8 * (128 + 4)
+    assert shape_of(LLAMA_70B).kv_bytes_per_token("bfloat16") == 327_680
+    assert shape_of(DEEPSEEK_V3).kv_bytes_per_token("bfloat16") == 61 * 576 * 2
+
+
+def test_memory_of_weights() -> None:
+    assert cost(shape_of(LLAMA_8B)).weight_bytes == 2 * 8_030_261_248
+    layers = shape_of(LLAMA_8B).layer_weights
+    assert layers == 6_979_321_856
+    assert cost(shape_of(LLAMA_8B), weights="int4").weight_bytes == layers / 2 + 2 * (8_030_261_248 - layers)
+
+
+def test_a_decode_step_by_hand() -> None:
+    """Llama-3.1-8B, 256 rows that see 1,024 tokens each."""
+    work = cost(shape_of(LLAMA_8B)).decode_step(256, 1024)
+    head = 128256 * 4096
+    assert work.num_bytes == 2 * (6_979_321_856 + head) + 256 * 1025 * 131_072
+    assert work.operations == 2 * 256 * 6_979_321_856
+    assert work.other_operations == 256 * (2 * head + 4 * 32 * 32 * 128 * 1024)
+
+
+def test_a_prefill_by_hand() -> None:
+    """8 prompts of 2,048 tokens."""
+    work = cost(shape_of(LLAMA_8B)).prefill(8 * 2048, 8)
+    head = 128256 * 4096
+    assert work.operations == 2 * 8 * 2048 * 6_979_321_856
+    assert work.other_operations == 2 * 8 * head + 4 * 32 * 32 * 128 * 8 * 2048 * 1024
+    assert work.num_bytes == 2 * 2 * (6_979_321_856 + head) + 8 * 2048 * 131_072, "two steps of 8,192 tokens"
+
+
+def test_shared_tokens_are_read_once() -> None:
+    model = cost(shape_of(LLAMA_8B))
+    apart, shared = model.decode_step(100, 1100), model.decode_step(100, 100, shared=1000)
+    assert apart.num_bytes - shared.num_bytes == 99 * 1000 * 131_072
+    assert apart.other_operations == shared.other_operations
+
+
+def test_with_a_long_context_decoding_is_always_bound_by_memory() -> None:
+    """The KV cache is read for one row alone, unlike the weights."""
+    model = cost(shape_of(LLAMA_8B))
+    assert model.balanced_batch() == pytest.approx(296, abs=1)
+    with_little = model.balanced_batch(64)
+    assert with_little is not None and with_little > 340
+    assert model.balanced_batch(1024) is None
+
+
+def test_experts_that_a_step_touches() -> None:
+    shape = shape_of(QWEN3_30B_A3B)
+    experts = shape.all_expert_weights
+    assert shape.touched_weights(1) == pytest.approx(shape.active_weights)
+    assert shape.touched_weights(2) - shape.layer_weights == pytest.approx(experts * (16 - 8 * 8 / 128) / 128)
+    assert shape.touched_weights(4096) == pytest.approx(shape.layer_weights + experts)
+    dense = ModelShape(layer_weights=shape.layer_weights + experts, head_weights=0)
+    balanced, of_dense = cost(shape).balanced_batch(), cost(dense).balanced_batch()
+    assert balanced is not None and of_dense is not None
+    assert balanced > 5 * of_dense, "few rows share an expert"
+
+
+def test_windows() -> None:
+    shape = shape_of(GPT_OSS_20B)
+    assert (shape.window, shape.windowed) == (128, 0.5)
+    assert shape.seen_tokens(100) == 100 and shape.seen_tokens(1128) == 628
+    mistral = shape_of(LLAMA_8B | {"sliding_window": 4096})
+    assert mistral.seen_tokens(10_000) == 4096
+    assert shape_of(LLAMA_8B | {"sliding_window": 4096, "use_sliding_window": False}).seen_tokens(10_000) == 10_000
+
+
+@pytest.mark.parametrize("missing", LLAMA_8B)
+def test_a_config_that_does_not_say_enough(missing: str) -> None:
+    config = {key: value for key, value in LLAMA_8B.items() if key != missing}
+    shape = ModelShape.from_config(config)
+    assert (shape is None) == (missing != "num_key_value_heads")
+    assert ModelShape.from_config(config | {missing: "many"}) == shape
+
+
+def test_devices() -> None:
+    assert parse_device("H100") == parse_device("NVIDIA h100-sxm5") == DEVICES["H100"]
+    assert parse_device("H100 PCIe").bandwidth == 2.0e12
+    four = parse_device("4xH100")
+    assert str(four) == "4 x H100" and four.bandwidth == 4 * 3.35e12 and four.memory_bytes == 320e9
+    measured = parse_device("H100, bandwidth=3e12, bfloat16=7e14")
+    assert measured.bandwidth == 3e12 and measured.rate("bfloat16") == 7e14 and measured.rate("int8") == 1978.9e12
+    mine = parse_device("mine,bandwidth=1e12,memory=24e9,bfloat16=1e14")
+    assert (mine.name, mine.memory_bytes) == ("mine", 24e9)
+    assert mine.rate("fp8") == 1e14, "converted to bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("H1000", "known are A100-40GB, A100-80GB, H100"),
+        ("mine,bandwidth=1e12", "'mine' is not known"),
+        ("H100,speed=3", "'speed' is not known"),
+        ("H100,bandwidth=fast", "'fast'"),
+        ("H100,memory=-1", "positive"),
+        ("H100,memory=nan", "positive"),
+        ("0xH100", "not understood"),
+        ("", "not understood"),
+    ],
+)
+def test_devices_that_are_not_understood(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_device(text)
+
+
+JOB = JobTokens(rows=512, prompt_tokens=512 * 1024, shared_tokens=0, output_tokens=512 * 512)
+
+
+def test_a_job() -> None:
+    found = predict(shape_of(LLAMA_8B), DEVICES["H200"], weights="bfloat16", kv_cache_dtype="bfloat16", job=JOB)
+    assert found is not None
+    assert found.num_devices == 1 and found.row_tokens == 1536
+    assert found.most_rows == int((0.9 * 141e9 - 2 * 8_030_261_248) / (1536 * 131_072)) == 550
+    assert found.batch == 512 and found.bound == "memory"
+    bytes_of_step = 2 * (6_979_321_856 + 128256 * 4096) + 512 * (1024 + 256 + 1) * 131_072
+    assert found.step_s == pytest.approx(bytes_of_step / 4.8e12)
+    assert found.decode_s == pytest.approx(511 * found.step_s)
+    assert found.decode_tokens_per_s == pytest.approx(512 / found.step_s)
+    assert found.prefill_s == pytest.approx(found.prefill_operations / 989.4e12)
+    assert found.total_s == found.prefill_s + found.decode_s
+
+
+def test_a_job_whose_rows_do_not_all_fit_takes_longer() -> None:
+    def seconds(job: JobTokens) -> float:
+        found = predict(shape_of(LLAMA_8B), DEVICES["H100"], weights="bfloat16", kv_cache_dtype="bfloat16", job=job)
+        assert found is not None
+        return found.decode_s
+
+    assert seconds(JOB) > 1.4 * 511 / 512 * seconds(replace(JOB, prompt_tokens=512 * 256))
+    assert seconds(replace(JOB, shared_tokens=512 * 1000)) < 0.5 * seconds(JOB), "less memory, and less to read"
+
+
+def test_a_model_that_is_too_large_for_one_device() -> None:
+    shape = shape_of(LLAMA_70B)
+    formats = {"weights": "bfloat16", "kv_cache_dtype": "bfloat16"}
+    found = predict(shape, DEVICES["H100"], **formats, job=JOB)
+    assert found is not None and (found.num_devices, found.device) == (2, "2 x H100")
+    assert found.single_step_s == pytest.approx(0.5 * 2 * (70_553_706_496 - 8192 * 128256) / 3.35e12, rel=0.02)
+    assert predict(shape, parse_device("2xA100-40GB"), **formats, job=JOB) is None
+    assert predict(ModelShape(layer_weights=10**14, head_weights=0), DEVICES["H100"], **formats, job=JOB) is None
+    quantized = predict(shape, DEVICES["H100"], weights="int4", kv_cache_dtype="bfloat16", job=JOB)
+    assert quantized is not None and quantized.num_devices == 1
