@@ -65,6 +65,20 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up for gate_up [T, 2 I] = [gate | up], in gelu's tanh form (Hendrycks, Gimpel 2016); [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """gpt-oss's gate * sigmoid(alpha * gate) * (up + 1) for gate_up [T, 2 I] = [gate | up], with gate at most `limit`
+    and up within +-limit; [T, I]. (In its checkpoints gates and ups alternate: whoever loads them sorts the rows.)"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, fresh_blocks: Tensor) -> None:
     """Stores k, v [T, Hk, D] in the caches [B, Hk, S, D]; token t and head h at rows[t * Hk + h], int64, that is
     (block * Hk + h) * S + offset.
