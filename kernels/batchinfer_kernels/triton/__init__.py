@@ -1,6 +1,6 @@
 """Triton kernels for NVIDIA GPUs, each a module with what launches it, its default configurations and its `variants`.
 
-What an operation computes is said in `reference` and in the modules of the formats (`int8`, `kv8`, `w4`, `fp8`,
+What an operation computes is said in `reference` and in the modules of the formats (`kv8`, `w8`, `w4`, `fp8`,
 `mxfp4`, `experts`, `mla`, `activation_formats`, `head`, `sampling`). Each kernel reduces in one fixed order whatever
 the number of rows in the step, so that a row's bytes do not depend on the others: no atomics on floats, no split of a
 sum that follows the batch.

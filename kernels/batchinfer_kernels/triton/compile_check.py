@@ -29,7 +29,17 @@ from batchinfer_kernels.tuning import CAPABILITIES
 
 # Shared memory that one block may have, bytes (CUDA C++ Programming Guide, compute capabilities).
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-MODULES = ("norms", "quantize", "activations", "lm_head", "linear", "linear_int8")
+MODULES = (
+    "norms",
+    "quantize",
+    "activations",
+    "lm_head",
+    "linear",
+    "linear_int8",
+    "linear_w4",
+    "linear_fp8",
+    "linear_mxfp4",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ def finish(
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one compiled kernel for any number of them
 def _linear(
     x_ptr,  # [T, K]
     weight_ptr,  # [N, K]

@@ -43,7 +43,7 @@ def multiply_int8(
     return total.to(tl.float32) * (tl.load(x_scale_ptr + rows)[:, None] * tl.load(scale_ptr + columns)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one compiled kernel for any number of them
 def _linear_int8(
     x_ptr,  # int8 [T, K]
     x_scale_ptr,  # float32 [T]

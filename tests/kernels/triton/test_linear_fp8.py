@@ -1,0 +1,71 @@
+"""FP8 products in the interpreter against their format's specification."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batchinfer_kernels import fp8
+from batchinfer_kernels.triton.linear_fp8 import linear_fp8
+from torch import Tensor
+
+from tests.kernels.triton.accuracy import AsType, check_close
+
+
+def operands(rows: int, columns: int, depth: int, kind: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """kind: of scales, and "wide" for activations that are not quantized."""
+    x, weight = torch.randn(rows, depth), torch.randn(columns, depth)
+    values, scales = fp8.quantize_blocks(weight) if "block" in kind else fp8.quantize(weight)
+    if "wide" in kind:
+        return x, None, values, scales
+    return *(fp8.quantize_groups(x) if "block" in kind else fp8.quantize(x)), values, scales
+
+
+@pytest.mark.parametrize("kind", ["channel", "block", "wide channel", "wide block"])
+@pytest.mark.parametrize("rows, columns, depth", [(1, 1, 1), (129, 140, 128), (2, 300, 200), (65, 128, 256)])
+@pytest.mark.parametrize("dtype, extras", [(torch.float32, False), (torch.float16, True)])
+def test_linear_fp8(rows: int, columns: int, depth: int, kind: str, dtype: torch.dtype, extras: bool) -> None:
+    torch.manual_seed(rows * columns + depth)
+    x, x_scales, weight, scales = operands(rows, columns, depth, kind)
+    x = x.to(dtype) if x_scales is None else x
+    bias = torch.randn(columns).to(dtype) if extras else None
+    residual = torch.randn(rows, columns).to(dtype) if extras else None
+    kept = None if residual is None else residual.clone()
+    found = linear_fp8(x, x_scales, weight, scales, bias, kept, dtype=dtype)
+    assert kept is None or found.data_ptr() == kept.data_ptr()
+
+    def compute(as_type: AsType) -> Tensor:
+        more = (None if bias is None else as_type(bias), None if residual is None else as_type(residual))
+        wide = as_type(torch.empty(0, dtype=dtype)).dtype
+        return fp8.linear(
+            x, None if x_scales is None else as_type(x_scales), weight, as_type(scales), *more, dtype=wide
+        )
+
+    check_close(found, compute, ulps=2.0 if dtype == torch.float32 else 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_every_weight_is_widened_exactly(dtype: torch.dtype) -> None:
+    every = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
+    weight = every.view(fp8.TYPE)[:, None]
+    found = linear_fp8(torch.ones(1, 1, dtype=dtype), None, weight, torch.ones(len(every)), dtype=dtype)
+    assert torch.equal(found[0], weight[:, 0].to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["channel", "block", "wide block"])
+def test_a_row_does_not_depend_on_the_others(kind: str) -> None:
+    x, x_scales, weight, scales = operands(150, 140, 200, kind)
+    whole = linear_fp8(x, x_scales, weight, scales, dtype=torch.float16)
+    for start, stop in ((0, 1), (63, 66), (127, 129), (149, 150)):
+        some = None if x_scales is None else x_scales[start:stop].contiguous()
+        alone = linear_fp8(x[start:stop].contiguous(), some, weight, scales, dtype=torch.float16)
+        assert torch.equal(whole[start:stop], alone)
+
+
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_a_sick_row_stays_alone(kind: str) -> None:
+    x = torch.randn(3, 200)
+    x[1, 4] = torch.inf
+    _, _, weight, scales = operands(1, 9, 200, kind)
+    values, x_scales = fp8.quantize(x) if kind == "channel" else fp8.quantize_groups(x)
+    found = linear_fp8(values, x_scales, weight, scales, dtype=torch.float16)
+    assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
