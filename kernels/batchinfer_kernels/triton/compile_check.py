@@ -34,6 +34,7 @@ MODULES = (
     "quantize",
     "activations",
     "lm_head",
+    "sampling",
     "linear",
     "linear_int8",
     "linear_w4",
