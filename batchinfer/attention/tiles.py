@@ -49,6 +49,12 @@ class AttentionShape:
     window: int | None
     row_rule: RowRule
     device: torch.device
+    query_sizes: tuple[int, ...] | None = None
+
+    @property
+    def query_tiles(self) -> tuple[int, ...]:
+        """Ascending numbers of queries that tiles may have: those asked for, or those that the CPU's products want."""
+        return self.query_sizes or query_tiles(self.row_rule)
 
     @property
     def group(self) -> int:
@@ -122,7 +128,7 @@ def ranges(counts: Ints) -> Ints:
 def cut_tiles(batch: StepBatch, shape: AttentionShape) -> Tiles:
     """All tiles of a step: every token is in one for each split that it sees."""
     size = shape.split_size
-    sizes = np.array(query_tiles(shape.row_rule))
+    sizes = np.array(shape.query_tiles)
     chunk_queries = sizes[np.minimum(np.searchsorted(sizes, batch.lengths), len(sizes) - 1)]
     per_chunk = -(-batch.lengths // chunk_queries)
     chunk = np.repeat(np.arange(len(batch.lengths)), per_chunk)
@@ -170,7 +176,7 @@ def _share(tiles: Tiles, batch: StepBatch, shape: AttentionShape, *, full: npt.N
     order = np.argsort(group[shared], kind="stable")
     moved = single[shared][order]
     _, counts = np.unique(group[shared], return_counts=True)
-    sizes = np.array(query_tiles(shape.row_rule))
+    sizes = np.array(shape.query_tiles)
     queries = sizes[np.minimum(np.searchsorted(sizes, counts), len(sizes) - 1)]
     pieces = -(-counts // queries)
     of_piece = np.repeat(np.arange(len(counts)), pieces)

@@ -144,13 +144,20 @@ def split_attention(
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
 
-def merge_splits(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
-    """Attention over all splits from each split's result and log-sum-exp, added in the order of the splits."""
+def merge_splits(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None = None) -> Tensor:
+    """Attention over all splits from each split's result and log-sum-exp, added in the order of the splits.
+
+    sinks [Hq]: logits that take their share of each head's weights, once, and add no value (gpt-oss).
+    """
     top = torch.stack(lses).amax(0).clamp(min=-1e30)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
     total = torch.zeros_like(outs[0])
     weight_sum = torch.zeros_like(lses[0])
     for out, lse in zip(outs, lses, strict=True):
         weight = torch.exp(lse - top)
         total = total + out * weight[..., None]
         weight_sum = weight_sum + weight
+    if sinks is not None:
+        weight_sum = weight_sum + torch.exp(sinks - top)
     return total / weight_sum[..., None]

@@ -40,6 +40,10 @@ MODULES = (
     "linear_w4",
     "linear_fp8",
     "linear_mxfp4",
+    "attention",
+    "merge",
+    "kv_store",
+    "mla",
 )
 
 

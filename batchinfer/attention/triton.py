@@ -1,0 +1,309 @@
+"""Planned attention on NVIDIA GPUs, over the caches of `batchinfer_kernels.triton.kv_store`, or of latents.
+
+The same tiles as `backend.TiledAttention`, of other sizes; a layer is three launches: keys and values are stored, tiles
+attended to, splits merged. Nothing here waits for the GPU. This module imports triton, and is itself imported only
+where such a backend is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from batchinfer_kernels.probe import STRICT
+from batchinfer_kernels.triton import kv_store, mla
+from batchinfer_kernels.triton.attention import (
+    FEW,
+    KIND,
+    MANY,
+    NOTHING,
+    WHOLE,
+    TileGroup,
+    TilePlan,
+    attend,
+    launch_config,
+)
+from batchinfer_kernels.triton.merge import merge_splits
+from torch import Tensor
+
+from batchinfer.attention.spec import AttentionSpec
+from batchinfer.attention.tiles import AttentionShape, Ints, StepBatch, Tiles, cut_tiles, find_slots, ranges, starts_of
+
+# Arrays of a plan travel in one piece, and each begins at a multiple of so many numbers: kernels are compiled for
+# aligned addresses.
+_ALIGNED = 32
+
+
+class TritonAttention:
+    """Attention of layers with equal head counts and window. Caches are made by `new_caches`.
+
+    `deterministic`: a row's bytes do not depend on the batch, since all tiles run as one kind; else few and many
+    queries each have a kind of their own.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        block_size: int,
+        split_size: int,
+        device: torch.device,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        deterministic: bool = True,
+    ) -> None:
+        if split_size % block_size:
+            raise ValueError(f"split_size {split_size} is not a multiple of block_size {block_size}")
+        self.kv_dtype = kv_dtype
+        group = spec.num_heads // spec.num_kv_heads
+        self._kinds: dict[int, str] = {}
+        for kind in (KIND,) if deterministic else (FEW, MANY):
+            queries = launch_config(kind, spec.head_dim, device)["BLOCK_M"] // group
+            self._kinds[max(queries, 1)] = kind
+        self._shape = AttentionShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=block_size,
+            split_size=split_size,
+            window=spec.window,
+            row_rule=STRICT,
+            device=device,
+            query_sizes=tuple(sorted(self._kinds)),
+        )
+        self._scratch = _Scratch(self._shape)
+        self._ones = torch.ones(spec.num_kv_heads, device=device)
+
+    def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Key and value caches of one layer, not initialised."""
+        at = self._shape
+        return kv_store.new_caches(
+            num_blocks, at.num_kv_heads, at.block_size, at.head_dim, dtype=self.kv_dtype, device=at.device
+        )
+
+    def in_c(self, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> None:
+        return None
+
+    def plan(self, batch: StepBatch) -> TilePlan:
+        return plan_step(batch, self._shape, self._kinds)
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: TilePlan,
+        *,
+        spec: AttentionSpec,
+        turning: kv_store.Turning | None = None,
+        sinks: Tensor | None = None,
+        k_scales: Tensor | None = None,
+        v_scales: Tensor | None = None,
+    ) -> Tensor:
+        """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe.
+
+        turning: norms and rotary embedding that q and k have not had yet. sinks: float32 [Hq], as `attend` has them.
+        k_scales, v_scales: float32 [Hk], for a cache in float8; ones where none are given.
+        """
+        if self.kv_dtype == torch.float8_e4m3fn:
+            k_scales = self._ones if k_scales is None else k_scales
+            v_scales = self._ones if v_scales is None else v_scales
+        q = kv_store.store(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            plan,
+            block_size=self._shape.block_size,
+            turning=turning,
+            k_scales=k_scales,
+            v_scales=v_scales,
+        )
+        out = torch.empty_like(q)
+        partial, log_sums = self._scratch.of(plan)
+        attend(
+            q,
+            k_cache,
+            v_cache,
+            plan,
+            out,
+            partial,
+            log_sums,
+            block_size=self._shape.block_size,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            sinks=sinks,
+            k_scales=k_scales,
+            v_scales=v_scales,
+        )
+        merge_splits(partial, log_sums, plan, out, sinks)
+        return out
+
+
+class TritonLatentAttention:
+    """Latent attention (`batchinfer_kernels.mla`) of layers with so many heads: of absorbed queries, to one cache."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        rank: int,
+        rotary_dim: int,
+        *,
+        block_size: int,
+        split_size: int,
+        device: torch.device,
+        kv_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if split_size % block_size:
+            raise ValueError(f"split_size {split_size} is not a multiple of block_size {block_size}")
+        self.kv_dtype = kv_dtype
+        self._width = rank + rotary_dim
+        queries = max(mla.launch_config(device)["BLOCK_M"] // num_heads, 1)
+        self._kinds = {queries: mla.KIND}
+        self._shape = AttentionShape(
+            num_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=rank,
+            block_size=block_size,
+            split_size=split_size,
+            window=None,
+            row_rule=STRICT,
+            device=device,
+            query_sizes=(queries,),
+        )
+        self._scratch = _Scratch(self._shape)
+
+    def new_cache(self, num_blocks: int) -> Tensor:
+        """[B, S, C + R] of one layer, not initialised."""
+        at = self._shape
+        return torch.empty(num_blocks, at.block_size, self._width, dtype=self.kv_dtype, device=at.device)
+
+    def plan(self, batch: StepBatch) -> TilePlan:
+        return plan_step(batch, self._shape, self._kinds)
+
+    def run(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rotated: Tensor,
+        cache: Tensor,
+        plan: TilePlan,
+        *,
+        scale: float,
+        turning: kv_store.Turning | None = None,
+    ) -> Tensor:
+        """Stores latents [T, C] and rotated [T, R] after `turning` and returns the weighted latents [T, H, C] of q
+        [T, H, C + R], which is turned already. Not thread-safe."""
+        mla.store(latents, rotated, cache, plan, turning)
+        out = torch.empty(*q.shape[:2], self._shape.head_dim, dtype=q.dtype, device=q.device)
+        partial, log_sums = self._scratch.of(plan)
+        mla.attend(q, cache, plan, out, partial, log_sums, scale=scale)
+        merge_splits(partial, log_sums, plan, out)
+        return out
+
+
+class _Scratch:
+    """Partial results, kept between steps."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+        self._partial = torch.empty(0, device=shape.device)
+        self._log_sums = torch.empty(0, device=shape.device)
+
+    def of(self, plan: TilePlan) -> tuple[Tensor, Tensor]:
+        """(partial, log_sums) for at least the plan's entries."""
+        rows = plan.num_entries * self._shape.num_heads
+        if self._log_sums.numel() < rows:
+            rows += rows // 4
+            self._partial = torch.empty(rows * self._shape.head_dim, device=self._shape.device)
+            self._log_sums = torch.empty(rows, device=self._shape.device)
+        return self._partial, self._log_sums
+
+
+def plan_step(batch: StepBatch, shape: AttentionShape, kinds: Mapping[int, str]) -> TilePlan:
+    """The plan of one step for one KV group. kinds: of tiles, by the number of queries that they may have."""
+    chunk = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+    positions = batch.starts[chunk] + ranges(batch.lengths)
+    tiles = cut_tiles(batch, shape)
+    first_split = shape.first_split(positions)
+    splits = positions // shape.split_size - first_split + 1
+    several = np.flatnonzero(splits > 1)
+    entry = np.full(len(positions), WHOLE, dtype=np.int64)
+    entry[several] = starts_of(splits[several])
+
+    tile_of = np.repeat(np.arange(len(tiles.count)), tiles.count)
+    token, split = tiles.members, tiles.split[tile_of]
+    nth = split - first_split[token]
+    # Of a tile's queries the first ones do not reach as far as its last one, and the last ones, under a window, do
+    # not see as far back as its first.
+    sees = (nth >= 0) & (nth < splits[token])
+    entries = np.where(sees, np.where(entry[token] == WHOLE, WHOLE, entry[token] + nth), NOTHING)
+
+    slots, fresh_blocks = find_slots(batch, shape, chunk, positions)
+    size = shape.block_size
+    ends = batch.starts + batch.lengths
+    fresh_from = (ends % size)[(ends % size != 0) & (batch.starts <= ends // size * size)]
+    begin, end = _ranges_of_positions(tiles, positions, shape)
+    arrays = {
+        "members": tiles.members,
+        "positions": positions[token],
+        "entries": entries,
+        "block_tables": batch.block_tables,
+        "merged": several,
+        "merged_entry": entry[several],
+        "merged_splits": splits[several],
+        "slots": slots,
+        "fresh_blocks": fresh_blocks,
+        "fresh_from": fresh_from,
+    }
+    groups = [(queries, kind, np.flatnonzero(tiles.queries == queries)) for queries, kind in kinds.items()]
+    groups = [group for group in groups if len(group[2])]
+    for _, kind, at in groups:
+        of_tiles = {"start": tiles.start, "count": tiles.count, "chunk": tiles.chunk, "begin": begin, "end": end}
+        arrays |= {f"{kind}.{name}": array[at] for name, array in of_tiles.items()}
+    tensors = _to_device(arrays, shape.device)
+    return TilePlan(
+        groups=tuple(
+            TileGroup(
+                kind=kind,
+                most=queries,
+                **{name: tensors.pop(f"{kind}.{name}") for name in ("start", "count", "chunk", "begin", "end")},
+            )
+            for queries, kind, _ in groups
+        ),
+        num_entries=int(splits[several].sum()),
+        split_size=shape.split_size,
+        window=shape.window,
+        **tensors,
+    )
+
+
+def _ranges_of_positions(tiles: Tiles, positions: Ints, shape: AttentionShape) -> tuple[Ints, Ints]:
+    """The first position that one of a tile's queries sees of its split, and what is behind the last."""
+    of_members = positions[tiles.members]
+    last = np.maximum.reduceat(of_members, tiles.start)
+    begin = tiles.split * shape.split_size
+    end: Ints = np.minimum(last + 1, begin + shape.split_size)
+    if shape.window is not None:
+        begin = np.maximum(begin, np.minimum.reduceat(of_members, tiles.start) - shape.window + 1)
+    return begin, end
+
+
+def _to_device(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor]:
+    """The arrays as int32 tensors of their shapes, in one copy. What does not fit int32 is not read."""
+    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    packed = host.numpy()
+    starts = np.cumsum(sizes) - sizes
+    for array, start in zip(arrays.values(), starts.tolist(), strict=True):
+        packed[start : start + array.size] = array.reshape(-1)
+    moved = host.to(device, non_blocking=True)
+    return {
+        name: moved[start : start + array.size].view(array.shape)
+        for (name, array), start in zip(arrays.items(), starts.tolist(), strict=True)
+    }

@@ -1,0 +1,244 @@
+"""Attention to splits, and their merge, in the interpreter: against the reference, and the laws of batch-invariance.
+
+The interpreter's products are numpy's, of blocks of one shape whatever the tile, so that here too a row's bytes are its
+own. They are wrong for bfloat16.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batchinfer_kernels import reference
+from batchinfer_kernels.table import resolve
+from batchinfer_kernels.triton.attention import FEW, KIND, MANY, TilePlan, attend
+from torch import Tensor
+
+from batchinfer.attention.backend import TiledAttention
+from batchinfer.attention.context import DenseContext
+from batchinfer.attention.spec import AttentionSpec
+from tests.kernels.triton.accuracy import check_close
+from tests.kernels.triton.paged import BLOCK, CPU, SPLIT, Paged, batch_of, normal, spec_of
+
+TABLE = [7, 3, 12, 0, 9, 4, 1, 11, 5, 2]
+LENGTH = 37  # into the third split, and not to a block's end
+ULPS = {torch.float32: 2.0, torch.float16: 1.0}
+
+
+def inputs(spec: AttentionSpec, length: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    return [normal(length, n, spec.head_dim, seed=seed + i, dtype=dtype) for i, n in enumerate(heads)]
+
+
+def check_against_reference(paged: Paged, dtype: torch.dtype, steps: list[int], ulps: float | None = None) -> Tensor:
+    q, k, v = inputs(paged.spec, sum(steps), dtype=dtype)
+    found = paged.in_steps(q, k, v, TABLE, steps)
+    check_close(
+        found,
+        lambda as_type: paged.expected(as_type(q), TABLE, dtype=as_type(torch.empty(0)).dtype),
+        ulps=ulps or ULPS[dtype],
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    "spec, dtype, steps",
+    [
+        (spec_of(16), torch.float32, [LENGTH]),
+        (spec_of(64, group=1), torch.float16, [18, 1, 1]),
+        (spec_of(80, group=5, num_kv_heads=1), torch.float32, [LENGTH]),
+        (spec_of(96, group=4, num_kv_heads=1), torch.float16, [LENGTH]),
+        (spec_of(128, group=8, num_kv_heads=1), torch.float16, [20]),
+        (spec_of(192, group=2, num_kv_heads=1), torch.float32, [18]),
+        (spec_of(256, group=2, num_kv_heads=1), torch.float16, [18]),
+        (spec_of(16, group=71, num_kv_heads=1), torch.float32, [3]),  # more heads than a tile has rows
+        (spec_of(16, window=5), torch.float32, [LENGTH]),
+        (spec_of(16, window=17), torch.float32, [20, 17]),
+        (spec_of(16, softcap=2.0), torch.float32, [LENGTH]),
+        (spec_of(16), torch.float32, [1]),
+        (spec_of(16), torch.float32, [SPLIT]),
+    ],
+    ids=lambda x: f"{x.num_heads // x.num_kv_heads}x{x.head_dim}" if isinstance(x, AttentionSpec) else None,
+)
+def test_against_the_reference(spec: AttentionSpec, dtype: torch.dtype, steps: list[int]) -> None:
+    check_against_reference(Paged(spec, 13, kv_dtype=dtype), dtype, steps)
+
+
+@pytest.mark.parametrize("sink, window", [(-torch.inf, None), (0.0, 8), (5.0, None), (50.0, 8)])
+def test_sinks(sink: float, window: int | None) -> None:
+    """Once for each query, also where it sees several splits, and where it sees one."""
+    spec = spec_of(16, window=window)
+    sinks = torch.tensor([sink, 0.5, sink, -1.0, sink, 3.0])
+    check_against_reference(Paged(spec, 13, sinks=sinks), torch.float32, [19])
+
+
+@pytest.mark.parametrize(
+    "kv_dtype, head_dim, dtype",
+    [
+        (torch.float8_e4m3fn, 16, torch.float32),
+        (torch.float8_e4m3fn, 64, torch.float16),
+        (torch.int8, 16, torch.float16),
+        (torch.int8, 48, torch.float32),
+    ],
+)
+def test_coarse_caches(kv_dtype: torch.dtype, head_dim: int, dtype: torch.dtype) -> None:
+    """To the numbers that their codes stand for."""
+    scales = {"k_scales": torch.tensor([0.5, 2.0]), "v_scales": torch.tensor([0.03, 1.0])}
+    more = scales if kv_dtype == torch.float8_e4m3fn else {}
+    paged = Paged(spec_of(head_dim), 13, kv_dtype=kv_dtype, **more)
+    # In int8 queries are turned, in float32, which is one more sum.
+    found = check_against_reference(paged, dtype, [18, 1], ulps=8.0 if dtype == torch.float32 else 2.0)
+    q, k, v = inputs(paged.spec, 19, dtype=dtype)
+    error = (found - DenseContext([paged.spec], 19).attend(0, q, k, v)).abs()
+    assert error.max() < (0.3 if kv_dtype == torch.float8_e4m3fn else 0.05)
+
+
+@pytest.mark.parametrize("split_size", [4, 80])
+def test_splits_of_any_size(split_size: int) -> None:
+    check_against_reference(Paged(spec_of(16, window=21), 25, split_size=split_size), torch.float32, [26])
+
+
+def test_partial_results_and_their_log_sums() -> None:
+    """As the reference has them for every split."""
+    spec = spec_of(16)
+    paged = Paged(spec, 13)
+    q, k, v = inputs(spec, LENGTH)
+    paged.in_steps(q, k, v, TABLE, [LENGTH])
+    plan = paged.backend.plan(batch_of([LENGTH - 1], [1], [TABLE]))
+    assert plan.num_entries == 3
+    partial, log_sums = torch.empty(3, 6, 16), torch.empty(3, 6)
+    last = q[-1:].contiguous()
+    attend(
+        last,
+        paged.k_cache,
+        paged.v_cache,
+        plan,
+        torch.empty_like(last),
+        partial,
+        log_sums,
+        block_size=BLOCK,
+        scale=spec.scale,
+    )
+    for split in range(3):
+        for name, found in (("out", partial), ("lse", log_sums * torch.log(torch.tensor(2.0)))):
+
+            def compute(as_type, split=split, name=name):  # type: ignore[no-untyped-def]
+                out, lse = reference.split_attention(
+                    as_type(last),
+                    as_type(paged.k_cache),
+                    as_type(paged.v_cache),
+                    torch.tensor(TABLE),
+                    torch.tensor([LENGTH - 1]),
+                    split=split,
+                    split_size=SPLIT,
+                    scale=spec.scale,
+                )
+                return out[0] if name == "out" else lse[0]
+
+            check_close(found[split], compute, ulps=2.0)
+
+
+def ragged(deterministic: bool) -> tuple[Tensor, Tensor, TilePlan]:
+    """(what a step of several sequences gives, what the torch backend gives, the plan): a prompt, a chunk of one behind
+    what it has, and tokens of sequences of which three share a split."""
+    spec = spec_of(16)
+    shared = list(range(100, 100 + SPLIT // BLOCK))
+    tables = [
+        [0, 1, 2, 3, 4, 5],
+        [10, 11, 12, 13, 14, 15, 16, 17, 18],
+        [*shared, 20],
+        [*shared, 21, 22],
+        [*shared, 23],
+        [30, 31],
+    ]
+    before = [0, 18, 16, 20, 17, 0]
+    now = [22, 16, 1, 1, 1, 1]
+    ours = Paged(spec, 110, deterministic=deterministic)
+    tiled = TiledAttention(spec, resolve("cpu"), block_size=BLOCK, split_size=SPLIT, device=CPU)
+    caches = [cache.fill_(torch.nan) for cache in tiled.new_caches(110)]
+    prefix = inputs(spec, SPLIT, seed=50)
+    outputs, plan = [], None
+    for starts, lengths in (([0] * 6, before), (before, now)):
+        at = [i for i in range(6) if lengths[i]]
+        sequences = [inputs(spec, before[i] + now[i], seed=10 * i) for i in range(6)]
+        for i in (2, 3, 4):
+            for x, of_prefix in zip(sequences[i], prefix, strict=True):
+                x[:SPLIT] = of_prefix
+        q, k, v = (torch.cat([sequences[i][j][starts[i] : starts[i] + lengths[i]] for i in at]) for j in range(3))
+        batch = batch_of([starts[i] for i in at], [lengths[i] for i in at], [tables[i] for i in at])
+        plan = ours.backend.plan(batch)
+        outputs = [ours(q, k, v, batch), tiled.run(q, k, v, *caches, tiled.plan(batch), spec=spec)]
+    assert plan is not None
+    return outputs[0], outputs[1], plan
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_equals_the_torch_backend_on_a_ragged_batch(deterministic: bool) -> None:
+    found, expected, plan = ragged(deterministic)
+    assert (found - expected).abs().max() < 2e-6
+    assert {tiles.kind for tiles in plan.groups} == ({KIND} if deterministic else {FEW, MANY})
+    counts = torch.cat([tiles.count for tiles in plan.groups]).tolist()
+    assert 3 in counts  # the shared split
+    # Other tiles: 21 + 1 queries in 2 splits, 16 in 3, what is behind the shared split, and a sequence of one token.
+    assert not deterministic or len(counts) == 1 + 2 * 2 + 3 + 3 + 1
+
+
+def test_a_sequence_does_not_depend_on_its_batch_or_its_chunks() -> None:
+    spec = spec_of(16)
+    q, k, v = inputs(spec, LENGTH)
+    whole = Paged(spec, 13).in_steps(q, k, v, TABLE, [LENGTH])
+    for steps in ([16, 16, 5], [1, 30, 1, 1, 4], [22, 15]):
+        assert torch.equal(Paged(spec, 13).in_steps(q, k, v, TABLE, steps), whole), steps
+    # Among others, in other blocks.
+    paged = Paged(spec, 60)
+    others = [inputs(spec, 20, seed=7), inputs(spec, 1, seed=17), inputs(spec, 33, seed=27)]
+    tables = [[40, 41, 42, 43, 44], [45], [46, 47, 48, 49, 50, 51, 52, 53, 54], [20 + b for b in TABLE]]
+    q, k, v = (torch.cat([*(other[i] for other in others), x]) for i, x in enumerate((q, k, v)))
+    among = paged(q, k, v, batch_of([0] * 4, [20, 1, 33, LENGTH], tables))
+    assert torch.equal(among[-LENGTH:], whole)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.int8])
+def test_a_shared_split_changes_no_bytes(kv_dtype: torch.dtype) -> None:
+    """Many sequences at the same token behind the same prefix, beside one that has it in blocks of its own."""
+    spec = spec_of(16, num_kv_heads=1)
+    per_split = SPLIT // BLOCK
+    q, k, v = inputs(spec, SPLIT + 1, dtype=torch.float16)
+    paged = Paged(spec, 60, kv_dtype=kv_dtype)
+    for table in (range(per_split), range(10, 10 + per_split)):
+        paged(q[:SPLIT], k[:SPLIT], v[:SPLIT], batch_of([0], [SPLIT], [table]))
+    tables = [[*range(per_split), 30 + i] for i in range(23)] + [[*range(10, 10 + per_split), 20]]
+    last = [x[SPLIT:].repeat(24, 1, 1) for x in (q, k, v)]
+    batch = batch_of([SPLIT] * 24, [1] * 24, tables)
+    # Tiles have 64 rows, 21 queries of 3 heads: the prefix in two, its copy, and everyone's own split.
+    assert len(paged.backend.plan(batch).groups[0].count) == 2 + 1 + 24
+    out = paged(*last, batch)
+    assert out.isfinite().all()
+    assert all(torch.equal(row, out[0]) for row in out)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("where", [0, 1], ids=["key", "value"])
+def test_a_sick_token_is_kept_from_those_before_it(where: int, kv_dtype: torch.dtype) -> None:
+    """Not in float8: the interpreter reads its NaN as 480."""
+    spec, length, sick = spec_of(16), 21, 18
+    q, k, v = inputs(spec, length)
+    healthy = Paged(spec, 13, kv_dtype=kv_dtype).in_steps(q, k, v, TABLE, [length])
+    (k, v)[where][sick, 0, 5] = torch.inf
+    found = Paged(spec, 13, kv_dtype=kv_dtype).in_steps(q, k, v, TABLE, [length])
+    assert torch.equal(found[:sick], healthy[:sick])
+    assert torch.equal(found[:, 3:], healthy[:, 3:])  # heads of the other KV head
+    assert found[sick:, :3].isnan().all()
+
+
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_large_scores_stay_finite(softcap: float | None) -> None:
+    spec = spec_of(16, softcap=softcap)
+    q, k, v = inputs(spec, 18)
+    found = Paged(spec, 13).in_steps(300 * q, 300 * k, v, TABLE, [18])
+    assert found.isfinite().all()
+    assert (found[0] - v[0].repeat_interleave(3, 0)).abs().max() < 1e-5
+
+
+def test_split_must_hold_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="split_size 10 is not a multiple of block_size 4"):
+        Paged(spec_of(16), 1, split_size=10)

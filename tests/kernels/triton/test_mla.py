@@ -1,0 +1,153 @@
+"""Latent attention and its store in the interpreter: against the reference, and against what is not absorbed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batchinfer_kernels import mla, reference
+from batchinfer_kernels.triton.kv_store import Turning
+from batchinfer_kernels.triton.mla import store
+from torch import Tensor
+
+from batchinfer.attention.triton import TritonLatentAttention
+from tests.kernels.triton.accuracy import check_close
+from tests.kernels.triton.paged import BLOCK, CPU, SPLIT, batch_of, normal
+
+RANK, TURNED, SCALE = 32, 16, 0.2
+TABLE = [7, 3, 12, 0, 9, 4, 1, 11, 5, 2]
+
+
+class Latents:
+    """A backend with a cache of its own, full of NaN."""
+
+    def __init__(self, heads: int, dtype: torch.dtype = torch.float32, rank: int = RANK, turned: int = TURNED) -> None:
+        self.heads, self.rank, self.turned, self.dtype = heads, rank, turned, dtype
+        self.backend = TritonLatentAttention(
+            heads, rank, turned, block_size=BLOCK, split_size=SPLIT, device=CPU, kv_dtype=dtype
+        )
+        self.cache = self.backend.new_cache(60).fill_(torch.nan)
+
+    def inputs(self, length: int, seed: int = 0) -> list[Tensor]:
+        """Queries, latents and rotated parts; the latter two parts of one product."""
+        both = normal(length, self.rank + self.turned, seed=seed + 1, dtype=self.dtype)
+        q = normal(length, self.heads, self.rank + self.turned, seed=seed, dtype=self.dtype)
+        return [q, *both.split([self.rank, self.turned], -1)]
+
+    def run(self, inputs: list[Tensor], start: list[int], lengths: list[int], tables: list[list[int]]) -> Tensor:
+        plan = self.backend.plan(batch_of(start, lengths, tables))
+        return self.backend.run(*inputs, self.cache, plan, scale=SCALE)
+
+    def in_steps(self, inputs: list[Tensor], steps: list[int]) -> Tensor:
+        outputs, start = [], 0
+        for tokens in steps:
+            at = [x[start : start + tokens] for x in inputs]
+            outputs.append(self.run(at, [start], [tokens], [TABLE]))
+            start += tokens
+        return torch.cat(outputs)
+
+    def expected(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        splits = -(-len(q) // SPLIT)
+        at = {"rank": self.rank, "split_size": SPLIT, "scale": SCALE}
+        cache, positions, table = self.cache.to(dtype), torch.arange(len(q)), torch.tensor(TABLE)
+        parts = [mla.split_attention(q, cache, table, positions, split=s, **at) for s in range(splits)]
+        return reference.merge_splits([out for out, _ in parts], [lse for _, lse in parts])
+
+
+@pytest.mark.parametrize(
+    "heads, dtype, rank, turned, steps",
+    [
+        (16, torch.float32, RANK, TURNED, [19]),
+        (6, torch.float32, RANK, TURNED, [33]),
+        (40, torch.float16, RANK, TURNED, [16, 1]),
+        (128, torch.float16, 512, 64, [1, 1, 1]),
+    ],
+)
+def test_against_the_reference(heads: int, dtype: torch.dtype, rank: int, turned: int, steps: list[int]) -> None:
+    latents = Latents(heads, dtype, rank, turned)
+    inputs = latents.inputs(sum(steps))
+    found = latents.in_steps(inputs, steps)
+    rows = torch.cat(inputs[1:], -1)
+    at = torch.arange(len(rows))
+    assert torch.equal(latents.cache[torch.tensor(TABLE)[at // BLOCK], at % BLOCK], rows)
+    check_close(
+        found,
+        lambda as_type: latents.expected(as_type(inputs[0]), as_type(torch.empty(0)).dtype),
+        ulps=2.0,
+    )
+
+
+def test_absorbed_attention_is_that_of_the_heads_own_keys_and_values() -> None:
+    heads, plain, length = 4, 8, 19
+    up, down = normal(heads, plain, RANK, seed=5).double(), normal(heads, plain, RANK, seed=6).double()
+    latents = Latents(heads)
+    q, latent, turned = latents.inputs(length)
+    q_plain = normal(length, heads, plain, seed=7).double()
+    q = torch.cat((torch.einsum("thp,hpc->thc", q_plain, up).float(), q[..., RANK:]), -1)
+    found = torch.einsum("thc,hpc->thp", latents.in_steps([q, latent, turned], [length]).double(), down)
+    keys, values = (torch.einsum("sc,hpc->shp", latent.double(), x) for x in (up, down))
+    scores = torch.einsum("thp,shp->hts", q_plain, keys)
+    scores = SCALE * (scores + torch.einsum("thr,sr->hts", q[..., RANK:].double(), turned.double()))
+    weights = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
+    assert (found - torch.einsum("hts,shp->thp", weights, values)).abs().max() < 1e-4
+
+
+def test_a_sequence_does_not_depend_on_its_batch_or_its_chunks() -> None:
+    length = 19
+    inputs = Latents(16).inputs(length)
+    whole = Latents(16).in_steps(inputs, [length])
+    for steps in ([16, 3], [1, 17, 1]):
+        assert torch.equal(Latents(16).in_steps(inputs, steps), whole), steps
+    latents = Latents(16)
+    others = latents.inputs(5, seed=9)
+    among = latents.run(
+        [torch.cat(pair) for pair in zip(others, inputs, strict=True)],
+        [0, 0],
+        [5, length],
+        [[40, 41], [20 + block for block in TABLE]],
+    )
+    assert torch.equal(among[5:], whole)
+
+
+def test_a_shared_split_changes_no_bytes() -> None:
+    latents = Latents(16)
+    inputs = latents.inputs(SPLIT + 1)
+    latents.run([x[:SPLIT] for x in inputs], [0], [SPLIT], [[0, 1, 2, 3]])
+    last = [x[SPLIT:].repeat(5, *[1] * (x.dim() - 1)) for x in inputs]
+    out = latents.run(last, [SPLIT] * 5, [1] * 5, [[0, 1, 2, 3, 10 + i] for i in range(5)])
+    assert out.isfinite().all() and all(torch.equal(row, out[0]) for row in out)
+
+
+@pytest.mark.parametrize("where", [1, 2], ids=["latent", "rotated"])
+def test_a_sick_token_is_kept_from_those_before_it(where: int) -> None:
+    length, sick = 21, 18
+    latents = Latents(16)
+    inputs = latents.inputs(length)
+    healthy = latents.in_steps(inputs, [length])
+    inputs[where][sick, 5] = torch.inf
+    found = Latents(16).in_steps(inputs, [length])
+    assert torch.equal(found[:sick], healthy[:sick])
+    assert found[sick:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_store_norms_latents_turns_the_rest_and_clears_fresh_blocks(dtype: torch.dtype) -> None:
+    latents = Latents(16, dtype)
+    _, latent, turned = latents.inputs(7)
+    weight = torch.rand(RANK).to(dtype)
+    angles = torch.arange(7)[:, None] * torch.rand(TURNED // 2)
+    cos, sin = angles.cos(), angles.sin()
+    plan = latents.backend.plan(batch_of([2], [7], [[1, 0, 2]]))
+    store(latent, turned, latents.cache, plan, Turning(cos=cos, sin=sin, k_weight=weight, eps=1e-6))
+    at = torch.arange(2, 9)
+    found = latents.cache[torch.tensor([1, 0, 2])[at // BLOCK], at % BLOCK]
+    check_close(found[:, :RANK], lambda as_type: reference.rms_norm(as_type(latent), as_type(weight), 1e-6))
+
+    def rotated(as_type):  # type: ignore[no-untyped-def]
+        x = as_type(turned)[:, None]
+        return reference.rope(x, x, cos, sin)[0][:, 0]
+
+    check_close(found[:, RANK:], rotated)
+    right = torch.full_like(latents.cache, torch.nan)
+    mla.write(latent, turned, right, plan.slots.long(), plan.fresh_blocks.long())
+    assert torch.equal(latents.cache.isnan(), right.isnan())
+    assert (latents.cache[2, 1:] == 0).all()
