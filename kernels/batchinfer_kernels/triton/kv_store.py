@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels import kv8
-from batchinfer_kernels.triton.attention import FP8, INT8, PLAIN, TilePlan, format_of, scale_arguments
+from batchinfer_kernels.triton.attention import FP8, INT8, MAX_HEAD_DIM, PLAIN, TilePlan, format_of, scale_arguments
 from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import CAPABILITIES, config
 
@@ -43,12 +43,11 @@ class Turning:
 
 @triton.jit
 def hadamard(x, dim, TOGETHER: tl.constexpr):
-    """`kv8.turn` of x float32 [R, D], with the same sums."""
-    width: tl.constexpr = 1
-    while width < TOGETHER:
-        other = tl.gather(x, tl.broadcast_to((dim ^ width)[None, :], x.shape), 1)
-        x = tl.where((dim & width) != 0, other - x, x + other)
-        width *= 2
+    """`kv8.turn` of x float32 [R, D], D up to 256, with the same sums."""
+    for bit in tl.static_range(8):
+        if (1 << bit) < TOGETHER:
+            other = tl.gather(x, tl.broadcast_to((dim ^ (1 << bit))[None, :], x.shape), 1)
+            x = tl.where((dim & (1 << bit)) != 0, other - x, x + other)
     return x
 
 
@@ -110,8 +109,8 @@ def int8_codes(x):
 
 @triton.jit
 def fp8_code(x):
-    """Of x float32, |x| <= 448, the code of the nearest number of float8_e4m3fn, to even, as uint8. In whole numbers,
-    since Triton's interpreter cuts off where a GPU rounds."""
+    """Of x float32, |x| <= 448, the code of the nearest number of float8_e4m3fn, to even, as uint8. In whole numbers:
+    GPUs before sm_89 have no instruction for it."""
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     # 1.5 * 2^23 of x's steps, of which there are 8 in each power of two, and none smaller than 2^-9.
     magic = (((tl.maximum(bits >> 23, 121) + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
@@ -278,7 +277,7 @@ def store(
         assert table is None or (table.is_contiguous() and table.dtype == torch.float32 and len(table) == tokens)
     for weight in (at.q_weight, at.k_weight):
         assert weight is None or (weight.dtype == q.dtype and weight.shape == (head_dim,))
-    assert 2 * half <= head_dim
+    assert 2 * half <= head_dim <= MAX_HEAD_DIM
     cache_format = format_of(k_cache.dtype)
     writes_q = half > 0 or at.q_weight is not None or cache_format == INT8
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if writes_q else q.contiguous()
