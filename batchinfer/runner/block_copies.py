@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from batchinfer_kernels.native import attention as native_attention
 
 from batchinfer.attention.context import LayerCache
 from batchinfer.types.step import BlockCopy
@@ -18,10 +20,13 @@ def copy_blocks(layers: Sequence[LayerCache], copies: Sequence[BlockCopy]) -> No
         sources, destinations = pairs.setdefault(copy.group, ([], []))
         sources.append(copy.source)
         destinations.append(copy.destination)
-    device = layers[0].k_cache.device
-    indices = {group: torch.tensor(pair, dtype=torch.int64, device=device) for group, pair in pairs.items()}
-    for layer in layers:
-        found = indices.get(layer.group)
-        if found is not None:
+    for group, pair in pairs.items():
+        own = [layer for layer in layers if layer.group == group]
+        in_c = [layer.in_c for layer in own if layer.in_c is not None]
+        if len(in_c) == len(own):
+            native_attention.copy_blocks(in_c, *(np.array(blocks, dtype=np.int64) for blocks in pair))
+            continue
+        index = torch.tensor(pair, dtype=torch.int64, device=own[0].k_cache.device)
+        for layer in own:
             for cache in (layer.k_cache, layer.v_cache):
-                cache.index_copy_(0, found[1], cache.index_select(0, found[0]))
+                cache.index_copy_(0, index[1], cache.index_select(0, index[0]))

@@ -199,7 +199,9 @@ def test_blocks_are_copied_as_the_runner_does(kind: str) -> None:
     paged = Paged(spec_of(64), 4, kind)
     paged(q[:9], k[:9], v[:9], batch_of(0, 9, [2]))
     before = [cache.clone() for cache in (paged.k_cache, paged.v_cache)]
-    layer = LayerCache(group=0, spec=paged.spec, k_cache=paged.k_cache, v_cache=paged.v_cache)
+    in_c = paged.backend.in_c(paged.k_cache, paged.v_cache, paged.spec)
+    assert (in_c is not None) == (kind == "native")
+    layer = LayerCache(group=0, spec=paged.spec, k_cache=paged.k_cache, v_cache=paged.v_cache, in_c=in_c)
     copy_blocks([layer], [BlockCopy(0, 2, 0)])
     for cache, old in zip((paged.k_cache, paged.v_cache), before, strict=True):
         assert cache.is_contiguous() == (kind == "tiled")

@@ -170,6 +170,24 @@ void batchinfer_store_token(const struct step *step, const struct layer *layer, 
     }
 }
 
+/* Copies blocks sources[i] to destinations[i] in every layer. All sources are read before a destination is written.
+ * scratch: [threads][count][bytes], `bytes` of a block of one head. */
+void batchinfer_copy_blocks(const struct layer *const *layers, long num_layers, long kv_heads, const int64_t *sources,
+                            const int64_t *destinations, long count, long bytes, char *scratch, int threads)
+{
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    for (long l = 0; l < num_layers; l++)
+        for (long h = 0; h < kv_heads; h++)
+            for (int which = 0; which < 2; which++) {
+                char *cache = (which ? layers[l]->v_cache : layers[l]->k_cache) + h * layers[l]->head_stride;
+                char *between = scratch + omp_get_thread_num() * count * bytes;
+                for (long i = 0; i < count; i++)
+                    memcpy(between + i * bytes, cache + sources[i] * layers[l]->block_stride, bytes);
+                for (long i = 0; i < count; i++)
+                    memcpy(cache + destinations[i] * layers[l]->block_stride, between + i * bytes, bytes);
+            }
+}
+
 void batchinfer_attend_tiles(const struct step *step, const struct layer *layer, int64_t *queue)
 {
 #pragma omp single

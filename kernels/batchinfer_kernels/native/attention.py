@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -128,7 +129,7 @@ class TileStep:
 class TileLayer:
     """What the C code is told about one layer, for all steps: its caches, and what becomes of scores."""
 
-    __slots__ = ("_caches", "struct")
+    __slots__ = ("caches", "struct")
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor, *, scale: float, softcap: float | None = None) -> None:
         assert k_cache[0, 0].is_contiguous() and v_cache[0, 0].is_contiguous()
@@ -136,7 +137,7 @@ class TileLayer:
         assert k_cache.dtype == v_cache.dtype
         # Scores in units of log 2, so that weights are powers of two; under a softcap that comes after it.
         in_bits = math.log2(math.e)
-        self._caches = (k_cache, v_cache)
+        self.caches = (k_cache, v_cache)
         self.struct = _Layer(
             k_cache=k_cache.data_ptr(),
             v_cache=v_cache.data_ptr(),
@@ -246,7 +247,29 @@ def attend(
     at.q_stride, at.k_stride, at.v_stride = q.stride(0), k.stride(0), v.stride(0)
     at.out = out.data_ptr()
     layer.use_scratch(partial, step)
-    _function()(ctypes.byref(shape), ctypes.byref(at), torch.get_num_threads())
+    _functions().batchinfer_attention(ctypes.byref(shape), ctypes.byref(at), torch.get_num_threads())
+
+
+def copy_blocks(layers: Sequence[TileLayer], sources: Ints, destinations: Ints) -> None:
+    """Copies blocks sources[i] to destinations[i], int64, in all layers, whose caches have one shape and dtype. All
+    sources are read before a destination is written."""
+    cache = layers[0].caches[0]
+    assert all(layer.caches[0].shape == cache.shape and layer.caches[0].dtype == cache.dtype for layer in layers)
+    assert sources.dtype == destinations.dtype == np.int64 and sources.shape == destinations.shape
+    num_bytes, threads = cache[0, 0].nbytes, torch.get_num_threads()
+    scratch = np.empty(threads * len(sources) * num_bytes, dtype=np.int8)
+    structs = (ctypes.c_void_p * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
+    _functions().batchinfer_copy_blocks(
+        structs,
+        len(layers),
+        cache.shape[1],
+        sources.ctypes.data,
+        destinations.ctypes.data,
+        len(sources),
+        num_bytes,
+        scratch.ctypes.data,
+        threads,
+    )
 
 
 def partial_size(step: TileStep) -> int:
@@ -263,8 +286,14 @@ def _partial_sizes(step: TileStep) -> tuple[int, int, int]:
 
 
 @cache
-def _function() -> Any:
-    function = library.load().batchinfer_attention
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-    function.restype = None
-    return function
+def _functions() -> Any:
+    """The library, its functions' types declared."""
+    found = library.load()
+    pointer, number = ctypes.c_void_p, ctypes.c_long
+    found.batchinfer_attention.argtypes = [pointer, pointer, ctypes.c_int]
+    found.batchinfer_copy_blocks.argtypes = [
+        *(pointer, number, number, pointer, pointer),
+        *(number, number, pointer, ctypes.c_int),
+    ]
+    found.batchinfer_attention.restype = found.batchinfer_copy_blocks.restype = None
+    return found
