@@ -227,7 +227,9 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         return conform(_without_run_ends(array), target)
     if t.is_struct(kind) and t.is_struct(target):
         mine = {field.name: i for i, field in enumerate(kind)}
-        children = array.flatten()
+        # Flattened, they are null where the struct is; what can't be null keeps what stands there.
+        flat = array.flatten()
+        children = [flat[i] if field.nullable else array.field(i) for i, field in enumerate(kind)]
         if [field.name for field in kind] == [field.name for field in target]:  # also where two have one name
             inner = [conform(child, field.type) for child, field in zip(children, target, strict=True)]
         else:

@@ -32,6 +32,8 @@ __all__ = [
     "SamplingSpec",
 ]
 
+MAX_PROBLEMS_TOLD = 30
+MAX_PROBLEM_CHARS = 800
 _BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -243,8 +245,19 @@ def spec_from_source(source: JobSource) -> JobSpec:
         ordered = sorted(dict.fromkeys(problems), key=line_of)
         head = f"{source.label}: " if len(ordered) > 1 else ""
         head += f"{len(ordered)} problems in the job\n  " if len(ordered) > 1 else ""
-        raise ConfigError(head + "\n  ".join(ordered))
+        told = [_bounded(problem) for problem in ordered[:MAX_PROBLEMS_TOLD]]
+        if len(ordered) > len(told):
+            told.append(f"and {len(ordered) - len(told)} more")
+        raise ConfigError(head + "\n  ".join(told))
     return _absolute(spec, source.base)
+
+
+def _bounded(problem: str) -> str:
+    """Without the middle of what is too long to read: a key or value of the user's may be of any length."""
+    if len(problem) <= MAX_PROBLEM_CHARS:
+        return problem
+    half = MAX_PROBLEM_CHARS // 2
+    return f"{problem[:half]} … {problem[-half:]}"
 
 
 def _paths_as_text(section: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 from batchinfer.errors import ConfigError
@@ -95,6 +96,8 @@ def apply_overrides(base: SamplingParams, overrides: Mapping[str, Any] | None) -
 
 def _converted(name: str, value: Any) -> Any:
     """Raises ValueError on a wrong type; ranges are SamplingParams' own concern."""
+    if isinstance(value, Decimal):  # a column in which integers of any size stood, or a decimal one
+        value = int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
     if name in _INTEGERS:
         # Readers turn integer columns with nulls into floats; 64.0 is 64, 64.5 is a mistake.
         if isinstance(value, float) and math.isfinite(value) and value == int(value):

@@ -203,3 +203,18 @@ def test_several_formats_are_mentioned(tmp_path: Path, caplog: pytest.LogCapture
     assert dataset.num_rows == 2
     assert "several formats" in caplog.text
     assert "README.md" in caplog.text
+
+
+def test_fields_that_can_not_be_null_have_values_under_null_structs(tmp_path: Path) -> None:
+    """Else Parquet does not take them."""
+    codes = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.int8()), pa.array(["a", "b"]))
+    fields = [pa.field("code", codes.type, False), pa.field("more", pa.int8())]
+    array = pa.StructArray.from_arrays(
+        [codes, pa.array([1, None, 3], pa.int8())], fields=fields, mask=pa.array([True, False, True])
+    )
+    target = pa.struct([pa.field("code", pa.dictionary(pa.int32(), pa.string()), False), pa.field("more", pa.int64())])
+    for start in range(3):
+        got = conform(array.slice(start), target)
+        assert got.to_pylist() == [None, {"code": "b", "more": None}, None][start:]
+        pq.write_table(pa.table([got], names=["x"]), tmp_path / "x.parquet")
+        assert pq.read_table(tmp_path / "x.parquet")["x"].to_pylist() == got.to_pylist()

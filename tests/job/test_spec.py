@@ -289,3 +289,11 @@ def test_schema_for_editors_is_json_and_closed():
     assert schema["$defs"]["InputSpec"]["additionalProperties"] is False
     assert len(schema["$defs"]["InputSpec"]["oneOf"]) == 4
     assert set(schema["required"]) == {"model", "input", "output"}
+
+
+def test_messages_stay_readable_whatever_is_wrong() -> None:
+    long = "k" * 100_000
+    with pytest.raises(ConfigError) as caught:
+        JobSpec.from_dict({"model": {"path": "fake://echo"}, long: 1, **{f"key{i}": 1 for i in range(500)}})
+    message = str(caught.value)
+    assert len(message) < 40_000 and " … " in message and "more" in message.splitlines()[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,10 @@ def overrides(name: str, value: Any) -> Any:
         ("max_tokens", np.int8(7), 7),
         ("max_tokens", pa.scalar(7, pa.int8()), 7),
         ("max_tokens", 7.0, 7),  # an integer column with nulls, read as floats
+        ("max_tokens", Decimal(7), 7),  # a column that holds an integer beyond 64 bits as well
+        ("seed", Decimal(2**63), 2**63),
         ("temperature", np.float32(0.25), 0.25),
+        ("temperature", Decimal("0.25"), 0.25),
         ("temperature", 1, 1),
         ("stop", np.array(["a", "b"], dtype=object), ["a", "b"]),
         ("stop", "a", ["a"]),
@@ -73,6 +77,8 @@ def test_null_is_the_jobs_default_and_empty_is_empty() -> None:
         ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", 1.5),
+        ("max_tokens", Decimal("1.5")),
+        ("max_tokens", Decimal("NaN")),
         ("max_tokens", "7"),
         ("max_tokens", True),
         ("max_tokens", math.inf),
