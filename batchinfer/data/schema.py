@@ -319,7 +319,7 @@ def _conform_list(array: pa.Array, target: pa.DataType) -> pa.Array:
         return pa.FixedSizeListArray.from_arrays(values, type=target, mask=mask)
     # flatten() skips what null lists may still point to, so offsets are built anew from the lengths.
     lengths = pc.fill_null(pc.list_value_length(array), 0).cast(pa.int64())
-    values = conform(_flattened(array), target.value_type)
+    values = _flattened(array, target.value_type)
     ends = pc.cumulative_sum(lengths)
     offsets = pa.concat_arrays([pa.array([0], pa.int64()), ends])
     mask = array.is_null() if array.null_count else None
@@ -328,24 +328,26 @@ def _conform_list(array: pa.Array, target: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(offsets.cast(pa.int32()), values, type=target, mask=mask)
 
 
-def _flattened(array: pa.Array) -> pa.Array:
-    """`array.flatten()`, also of types that it does not know: extensions in lists of which some are null (26.0)."""
+def _flattened(array: pa.Array, item: pa.DataType) -> pa.Array:
+    """The values of all lists that are not null, one after the other, as `item`."""
     try:
-        return array.flatten()
-    except pa.ArrowNotImplementedError:
+        values = array.flatten()
+    except pa.ArrowNotImplementedError:  # extensions in lists of which some are null, also within runs (26.0)
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_pylist()
         starts = array.offsets.to_pylist()
-        values = _without_run_ends(array.values) if t.is_run_end_encoded(array.values.type) else array.values
-        pieces = [values.slice(start, size) for start, size in zip(starts, lengths, strict=False) if size]
-        return pa.concat_arrays(pieces or [values.slice(0, 0)])
+        pieces = [array.values.slice(start, size) for start, size in zip(starts, lengths, strict=False) if size]
+        return pa.concat_arrays([conform(piece, item) for piece in pieces or [array.values.slice(0, 0)]])
+    return conform(values, item)
 
 
 def _conform_map(array: pa.Array, target: pa.DataType) -> pa.Array:
-    lengths = np.diff(array.offsets.to_numpy())
-    lengths[array.is_null().to_numpy(zero_copy_only=False)] = 0
-    entries = _flattened(array.cast(pa.list_(pa.struct([array.type.key_field, array.type.item_field]))))
-    keys, items = entries.flatten()
-    keys, items = conform(keys, target.key_type), conform(items, target.item_type)
+    kind, mask = array.type, array.is_null() if array.null_count else None
+    # Not by a cast to a list of structs: it casts the entries, too, and cuts runs in fixed-size lists short (26.0).
+    places = pa.array(array.offsets.to_numpy().copy())
+    entry = pa.struct([kind.key_field.with_type(target.key_type), kind.item_field.with_type(target.item_type)])
+    keys, items = _flattened(pa.ListArray.from_arrays(places, array.values, mask=mask), entry).flatten()
+    lengths = np.diff(places.to_numpy())
+    if mask is not None:
+        lengths[mask.to_numpy(zero_copy_only=False)] = 0
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    mask = array.is_null() if array.null_count else None
     return pa.MapArray.from_arrays(pa.array(offsets), keys, items, type=target, mask=mask)
