@@ -6,7 +6,6 @@ Not here: uniting schemas and row errors (see `dataset`), and our own Arrow file
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchinfer.data.arrowrows import first_nodes, num_rows
 from batchinfer.data.schema import check_names, with_nullable_fields
 from batchinfer.data.sources import edge_fingerprint, is_local, open_arrow, open_bytes
 from batchinfer.errors import InputError
@@ -47,19 +47,27 @@ def inspect_arrow(name: str, uri: str, options: Mapping[str, Any]) -> tuple[pa.S
             check_names(name, schema)
             schema = pa.schema([field.with_type(with_nullable_fields(field.type)) for field in schema])
             layout = _read_layout(uri, options)
+            if is_file and reader.num_record_batches != len(layout.offsets):
+                raise pa.ArrowInvalid(
+                    f"its footer knows {reader.num_record_batches} record batches, but it has {len(layout.offsets)}"
+                )
             size = source.size()
     except (pa.ArrowException, OSError, EOFError) as error:
         raise InputError(
-            f"input file {name} can't be read as Arrow IPC: {error}; it may have been cut off, or is another format "
-            "(input.format)"
+            f"input file {name} can't be read as Arrow IPC: {error}; it is broken, was cut off, or is another format "
+            "(input.format): write it again or remove it"
         ) from None
     return schema, int(layout.starts[-1]), size, fingerprint
 
 
 def _read_layout(uri: str, options: Mapping[str, Any]) -> _Layout:
-    """Walk over the messages' headers; of a memory map the bodies are not even read."""
+    """Walk over the messages' headers; of a memory map the bodies are not even read. Raises ArrowInvalid also where a
+    batch claims rows that it does not have."""
     with open_arrow(uri, options, memory_map=True) as source:
         is_file = source.read(len(FILE_MAGIC)) == FILE_MAGIC
+        source.seek(FILE_HEADER_BYTES if is_file else 0)
+        schema = pa.ipc.open_stream(source).schema
+        nodes = first_nodes(schema)
         source.seek(FILE_HEADER_BYTES if is_file else 0)
         starts, offsets, dictionaries, biggest = [0], [], False, 0
         reader = pa.ipc.MessageReader.open_stream(source)
@@ -73,26 +81,9 @@ def _read_layout(uri: str, options: Mapping[str, Any]) -> _Layout:
                 dictionaries = True
             elif message.type == "record batch":
                 offsets.append(offset)
-                starts.append(starts[-1] + _num_rows(message.metadata))
+                starts.append(starts[-1] + num_rows(message, schema, nodes))
                 biggest = max(biggest, message.body.size if message.body is not None else 0)
     return _Layout(np.array(starts, np.int64), np.array(offsets, np.int64), dictionaries, is_file, biggest)
-
-
-def _num_rows(metadata: pa.Buffer) -> int:
-    """`length` of a record batch message (flatbuffers, Arrow format Message.fbs): reading the batch would unpack it."""
-    data = memoryview(metadata)
-
-    def field(table: int, number: int) -> int:
-        vtable = table - struct.unpack_from("<i", data, table)[0]
-        size = struct.unpack_from("<H", data, vtable)[0]
-        entry = 4 + 2 * number
-        return int(struct.unpack_from("<H", data, vtable + entry)[0]) if entry < size else 0
-
-    root = struct.unpack_from("<I", data, 0)[0]
-    header_at = root + field(root, 2)
-    header = header_at + struct.unpack_from("<I", data, header_at)[0]
-    place = field(header, 0)
-    return int(struct.unpack_from("<q", data, header + place)[0]) if place else 0
 
 
 @functools.lru_cache(maxsize=64)

@@ -44,10 +44,33 @@ def inspect_parquet(name: str, uri: str, options: Mapping[str, Any]) -> tuple[pa
             check_names(name, schema)
             for i in range(metadata.num_columns):
                 _ = metadata.schema.column(i).path  # names that are no text are found here
+            _check_rows(metadata, size)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"input file {name} can't be read as Parquet: {error}") from None
     num_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return schema, metadata.num_rows, num_bytes, fingerprint
+
+
+def _check_rows(metadata: pq.FileMetaData, file_bytes: int) -> None:
+    """ArrowInvalid where the footer claims rows that its row groups, or these groups' columns, do not have."""
+    groups = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+    if min(groups, default=0) < 0 or sum(groups) != metadata.num_rows:
+        raise pa.ArrowInvalid(
+            f"its footer claims {metadata.num_rows} rows, its row groups have {sum(groups)}; it is broken: write it "
+            "again or remove it"
+        )
+    for group, rows in enumerate(groups):
+        if rows <= file_bytes:  # a byte to each row: columns need not be asked
+            continue
+        for i in range(metadata.num_columns):
+            path = metadata.schema.column(i).path
+            _check_entry(metadata, group, path)
+            held = metadata.row_group(group).column(i).num_values
+            if held < rows:  # lists have at least one value to a row, a null if need be
+                raise pa.ArrowInvalid(
+                    f"row group {group} claims {rows} rows, but has {held} values of column {path!r}; it is broken: "
+                    "write it again or remove it"
+                )
 
 
 def column_bytes(name: str, uri: str, options: Mapping[str, Any], columns: Sequence[str]) -> int:

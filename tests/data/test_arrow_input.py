@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import decimal
+import struct
+import subprocess
+import sys
 import types
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import datasets
@@ -16,6 +22,7 @@ from batchinfer.data import arrow as arrow_module
 from batchinfer.data import dataset as dataset_module
 from batchinfer.data.dataset import InputDataset, open_dataset
 from batchinfer.errors import InputError
+from batchinfer.testing.fuzzing.arrow_values import any_type, array_of
 
 TABLE = pa.table(
     {
@@ -89,6 +96,116 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, kind: str) -> None:
     (tmp_path / "x.arrow").write_bytes(b"")
     with pytest.raises(InputError, match=r"x\.arrow can't be read as Arrow IPC"):
         open_dataset(str(tmp_path))
+
+
+def stream_of(batch: pa.RecordBatch, compression: str | None = None) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+ROWS = 0x1F3  # a number that is nowhere else in the files
+CLAIMS = (1 << 50, (1 << 31) - 1, 1 << 20, ROWS + 1, -1)
+COLUMNS = {
+    "text": pa.array(["abc"] * ROWS),
+    "large_text": pa.array(["abc"] * ROWS, pa.large_string()),
+    "text_view": pa.array(["longer than twelve bytes"] * ROWS, pa.string_view()),
+    "flags": pa.array([True, None, False] * (ROWS // 3) + [True]),
+    "list": pa.array([[1, 2]] * ROWS),
+    "list_view": pa.array([[1, 2]] * ROWS, pa.list_view(pa.int8())),
+    "map": pa.array([[("a", 1)]] * ROWS, pa.map_(pa.string(), pa.int64())),
+    "fixed": pa.array([[1, 2, 3]] * ROWS, pa.list_(pa.int16(), 3)),
+    "struct": pa.array([{"a": [{"b": 1}], "c": decimal.Decimal(1)}] * ROWS),
+    "dictionary": pa.array(["a", "b"] * (ROWS // 2) + ["a"]).dictionary_encode(),
+    "runs": pa.RunEndEncodedArray.from_arrays([ROWS], ["a"]),
+    "union": pa.UnionArray.from_sparse(
+        pa.array([0] * ROWS, pa.int8()), [pa.array(["a"] * ROWS), pa.array([1.5] * ROWS)]
+    ),
+}
+
+
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_batch_that_claims_more_rows_than_it_has_is_refused(
+    tmp_path: Path, name: str, compression: str | None
+) -> None:
+    """Whether the batch alone claims them or its columns, too; a job would be cut into millions of chunks."""
+    path = tmp_path / "x.arrow"
+    columns = {"nothing": pa.nulls(ROWS), name: COLUMNS[name], "id": pa.array([7] * ROWS, pa.int64())}
+    good = stream_of(pa.record_batch(columns), compression)
+    path.write_bytes(good)
+    assert open_dataset(str(path)).num_rows == ROWS
+    own = struct.pack("<q", ROWS)
+    places = [at for at in range(0, len(good), 8) if good[at : at + 8] == own]
+    assert len(places) >= 4
+    for claim in CLAIMS:
+        changed = struct.pack("<q", claim)
+        refused = 0
+        for at in places:
+            path.write_bytes(good[:at] + changed + good[at + 8 :])
+            try:
+                assert open_dataset(str(path)).num_rows == ROWS  # the number of a nested array: reading tells
+            except InputError as error:
+                assert "x.arrow can't be read as Arrow IPC" in str(error)
+                assert "write it again" in str(error)
+                refused += 1
+        assert refused >= 4  # the batch's and those of the three columns
+        if claim != ROWS + 1:  # which is no danger, and reading tells
+            path.write_bytes(good.replace(own, changed))
+            with pytest.raises(InputError, match=f"claims {claim} rows"):
+                open_dataset(str(path))
+
+
+def test_no_changed_byte_makes_a_file_of_millions_of_rows(tmp_path: Path) -> None:
+    """In a process of its own, since pyarrow itself might end it."""
+    table = pa.table({"prompt": [None, "a", "b"], "messages": [[{"content": "m"}], None, []], "id": [1, 2, 3]})
+    code = """if True:
+        import collections, pathlib, sys
+        from batchinfer.data.arrow import inspect_arrow
+        from batchinfer.errors import InputError
+        good, out = pathlib.Path(sys.argv[1]).read_bytes(), collections.Counter()
+        path = pathlib.Path(sys.argv[1]).with_name("bad.arrow")
+        for place in range(len(good)):
+            path.write_bytes(good[:place] + bytes([good[place] ^ 0xff]) + good[place + 1:])
+            try:
+                out[inspect_arrow("bad", str(path), {})[1]] += 1
+            except InputError:
+                out["refused"] += 1
+        print(dict(out))
+    """
+    for kind in ("file", "stream"):
+        write(tmp_path / f"{kind}.arrow", table, kind, 2, "lz4")
+        run = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / f"{kind}.arrow")], capture_output=True, text=True, timeout=300
+        )
+        assert run.returncode == 0, run.stderr[-2000:]
+        found = ast.literal_eval(run.stdout)
+        assert found.pop("refused") and found[3], found
+        assert max(found) == 3 and min(found) >= 0, found
+
+
+def test_rows_of_any_types_are_counted(tmp_path: Path) -> None:
+    """Types of every kind, nested at will: what is whole is never refused, however little a row takes."""
+    path, counted = tmp_path / "x.arrow", 0
+    for seed in range(150):
+        rng = Random(seed)
+        size = rng.choice((0, 1, 9, 2000))
+        try:
+            batch = pa.record_batch({str(i): array_of(rng, any_type(rng), size) for i in range(3)})
+            data = stream_of(batch, rng.choice((None, "lz4", "zstd")))
+        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+            continue  # pyarrow can't make or write it
+        path.write_bytes(data)
+        try:
+            whole = pa.ipc.open_stream(data).read_next_batch().num_rows == size
+        except pa.ArrowException:
+            continue
+        assert whole and arrow_module.inspect_arrow("x", str(path), {})[1] == size, (seed, batch.schema)
+        counted += 1
+    assert counted > 100
+    path.write_bytes(stream_of(pa.record_batch({"nothing": pa.nulls(1 << 30)})))
+    assert arrow_module.inspect_arrow("x", str(path), {})[1] == 1 << 30
 
 
 def test_a_saved_dataset(tmp_path: Path) -> None:

@@ -171,6 +171,47 @@ def test_a_file_cut_short_is_refused_up_front(tmp_path: Path, cut: int) -> None:
         open_dataset(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("in_file", "in_group"),
+    [
+        (1 << 40, 5_000),
+        (5_001, 5_000),
+        (0, 5_000),
+        (5_000, 1 << 40),
+        (5_000, 4_999),
+        (1 << 40, 1 << 40),
+        (6_000, 6_000),
+    ],
+)
+def test_a_footer_that_claims_rows_which_are_not_there_is_refused(tmp_path: Path, in_file: int, in_group: int) -> None:
+    """A job would be cut into millions of chunks before a row is read."""
+    path, count = tmp_path / "x.parquet", 5_000
+    pq.write_table(pa.table({"p": ["a"] * count, "l": [[1, 2]] * count}), path)
+    data = path.read_bytes()
+    size = int.from_bytes(data[-8:-4], "little")
+    footer, own = data[-8 - size : -8], _rows_field(count)
+    # The file's number comes first, its row group's last; between them are those of the columns' values.
+    assert footer.count(own) >= 3
+    head, tail = footer.split(own, 1)
+    middle, end = tail.rsplit(own, 1)
+    footer = head + _rows_field(in_file) + middle + _rows_field(in_group) + end
+    path.write_bytes(data[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    metadata = pq.read_metadata(path)
+    assert (metadata.num_rows, metadata.row_group(0).num_rows) == (in_file, in_group)
+    assert path.stat().st_size < 6_000  # less than a byte to each row: the columns are asked
+    with pytest.raises(InputError, match=rf"x\.parquet can't be read as Parquet: .* claims {in_file} rows"):
+        open_dataset(str(tmp_path))
+
+
+def _rows_field(number: int) -> bytes:
+    """As footers have it: the header of an i64 field after the last but one, then the number as a zigzag varint."""
+    out, number = bytearray(b"\x16"), number * 2
+    while number >= 0x80:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
+
+
 def test_no_changed_byte_of_a_footer_ends_the_process(tmp_path: Path) -> None:
     """In a process of its own, since pyarrow itself would end it."""
     table = pa.table({"prompt": [None, "a", "b"], "messages": [[{"content": "m"}], None, []], "id": [1, 2, 3]})
