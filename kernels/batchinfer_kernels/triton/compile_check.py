@@ -44,6 +44,8 @@ MODULES = (
     "merge",
     "kv_store",
     "mla",
+    "routing",
+    "experts",
 )
 
 

@@ -1,0 +1,143 @@
+"""Layers of experts, of which each token takes a few: routers, the order in which tokens are multiplied, products and
+their sum: the specification, in plain torch.
+
+Legend: T tokens, k experts of a token, A = T k assignments (assignment t k + j is token t's j-th expert), E experts,
+K inputs, N output features, H hidden. Expert ids below zero are no assignment: of padding, or of another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Of a sum of weights that could be zero.
+LEAST = 1e-20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aligned:
+    """Assignments in the order in which they are multiplied: blocks of one expert each.
+
+    slots        int32 [blocks * size]: assignments, by expert and ascending; `num_slots` where there is none
+    experts      int32 [blocks]: of each block; -1 for those that are left over, at the end
+    size         rows in a block
+    num_slots    A
+    """
+
+    slots: Tensor
+    experts: Tensor
+    size: int
+    num_slots: int
+
+
+def num_blocks(num_slots: int, num_experts: int, size: int) -> int:
+    """Blocks that are enough for any ids: an expert with assignments has one that is not full, at most."""
+    busy = min(num_slots, num_experts)
+    return busy + (num_slots - busy) // size
+
+
+def align(ids: Tensor, num_experts: int, size: int) -> Aligned:
+    """Expert ids integers [T, k] in order; see `Aligned`."""
+    flat = ids.flatten().tolist()
+    blocks: list[tuple[int, list[int]]] = []
+    for expert in range(num_experts):
+        mine = [slot for slot, other in enumerate(flat) if other == expert]
+        blocks += [(expert, mine[start : start + size]) for start in range(0, len(mine), size)]
+    blocks += [(-1, [])] * (num_blocks(len(flat), num_experts, size) - len(blocks))
+    slots = [block + [len(flat)] * (size - len(block)) for _, block in blocks]
+    return Aligned(
+        slots=torch.tensor(slots, dtype=torch.int32, device=ids.device).flatten(),
+        experts=torch.tensor([expert for expert, _ in blocks], dtype=torch.int32, device=ids.device),
+        size=size,
+        num_slots=len(flat),
+    )
+
+
+def softmax_top_k(logits: Tensor, k: int, *, renormalize: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(weights float32 [T, k], ids int32 [T, k]) of each token's k largest of logits [T, E], in descending order, of
+    equal ones the lowest first.
+
+    Weights are the softmax over all experts; with `renormalize` divided by their sum, which makes them the softmax over
+    the k; then times `scale`. A token with a logit that is NaN has weights of NaN, and ids that exist.
+    """
+    every = torch.softmax(_wide(logits), dim=-1)
+    ids = _largest(_wide(logits), k)
+    weights = every.gather(1, ids)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * scale, ids.to(torch.int32)
+
+
+def sigmoid_top_k(
+    logits: Tensor,
+    bias: Tensor,
+    k: int,
+    *,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The router of DeepSeek-V3 (arXiv:2412.19437, section 2.1): as `softmax_top_k`, but that weights are sigmoids of
+    the logits, and those are chosen whose sigmoid + bias [E] is largest.
+
+    Experts come in `num_groups` of equal size; only those of the `top_groups` groups count whose two best add up to
+    most.
+    """
+    every = torch.sigmoid(_wide(logits)).masked_fill(logits.isnan().any(-1, keepdim=True), torch.nan)
+    choice = every + bias.to(every.dtype)
+    if top_groups < num_groups:
+        grouped = torch.unflatten(_sound(choice), -1, (num_groups, -1))
+        kept = _largest(grouped.topk(2).values.sum(-1), top_groups)
+        mask = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
+        choice = _sound(choice).masked_fill(mask.repeat_interleave(grouped.shape[-1], dim=1), -torch.inf)
+        ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    else:
+        ids = _largest(choice, k)
+    weights = every.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST)
+    return weights * scale, ids.to(torch.int32)
+
+
+def linear(ids: Tensor, product: Callable[[Tensor, int], Tensor], out: Tensor, *, per_slot: bool) -> Tensor:
+    """Fills out [A, N] with each assignment's row of its expert's product; rows without an expert stay as they are.
+
+    product(rows, expert) multiplies those rows int64 [n] of x by the expert's weights: [n, N]. x has one row for each
+    token, or with `per_slot` one for each assignment.
+    """
+    flat = ids.flatten().long()
+    for expert in sorted(set(flat[flat >= 0].tolist())):
+        slots = (flat == expert).nonzero()[:, 0]
+        out[slots] = product(slots if per_slot else slots // ids.shape[1], expert).to(out.dtype)
+    return out
+
+
+def combine(y: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Sum over j, ascending, of weights [T, k] times y [A, H], + residual [T, H]; float32, rounded once. Assignments
+    without an expert count for nothing, whatever y has for them."""
+    wide = torch.unflatten(_wide(y), 0, ids.shape).masked_fill((ids < 0)[..., None], 0)
+    total = torch.zeros_like(wide[:, 0])
+    for j in range(ids.shape[1]):
+        weight = weights[:, j].masked_fill(ids[:, j] < 0, 0)
+        total = total + wide[:, j] * weight[:, None].to(wide.dtype)
+    if residual is not None:
+        total = total + residual.to(total.dtype)
+    return total.to(y.dtype)
+
+
+def _largest(scores: Tensor, k: int) -> Tensor:
+    """int64 [T, k]: the largest of scores [T, E], in descending order, of equal ones the lowest first."""
+    return _sound(scores).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def _sound(scores: Tensor) -> Tensor:
+    """Scores with a very low number for NaN and below, of which two can be added."""
+    return scores.nan_to_num(nan=-1e38, posinf=torch.inf).clamp(min=-1e38)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
