@@ -1,4 +1,5 @@
-"""Activations in eight bits, as the norms and gated activations of GPUs write them and products read them.
+"""Activations in eight bits, as the norms and gated activations of GPUs write them and products read them; and weights,
+whose output features are then what is called tokens here.
 
 Each format is symmetric, with scales float32 beside the codes; what a code stands for is code * scale:
 

@@ -5,6 +5,7 @@ Two kinds of scales:
   one everywhere.
 - "block": one for each BLOCK x BLOCK weights, and one for each token and BLOCK inputs (DeepSeek-V3, arXiv:2412.19437,
   section 3.3). Each block of inputs is summed, scaled and added to the others.
+Activations, and weights by channel, are made by `activation_formats.quantize` ("fp8" and "fp8_groups").
 A GPU without FP8 products takes activations as they are, in 16 bits, with weights that are widened (scaled alike).
 
 Legend: T tokens, K inputs, N output features, Kb = K / BLOCK and Nb = N / BLOCK, rounded up.
@@ -15,37 +16,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.activation_formats import quantize
+
 BLOCK = 128
-MOST = 448.0
 TYPE = torch.float8_e4m3fn
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(values e4m3 [.., K], scales [..]) of x [.., K]: weights by output feature, activations by token.
-
-    scale = max |x| / 448, float32 (float64 for such x); value = x / scale, to nearest even, 0 where the scale is 0. A
-    row with a value that is not finite has zeros and the scale NaN.
-    """
-    wide = _wide(x)
-    most = wide.abs().amax(-1)
-    scales = torch.where(most.isfinite(), most / MOST, torch.nan)
-    return _values(wide / scales[..., None]), scales
-
-
-def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(values e4m3 [T, K], scales [T, Kb]) of activations: `quantize` by token and BLOCK inputs, the last may be
-    fewer."""
-    padded = torch.unflatten(_padded(x, 1, BLOCK), -1, (-1, BLOCK))
-    values, scales = quantize(padded)
-    return values.flatten(-2)[..., : x.shape[-1]].contiguous(), scales
-
-
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(values e4m3 [.., N, K], scales [.., Nb, Kb]) of weights: `quantize` by BLOCK x BLOCK."""
+    """(values e4m3 [.., N, K], scales [.., Nb, Kb]) of weights: `activation_formats.quantize` by BLOCK x BLOCK."""
     features, depth = weight.shape[-2:]
     padded = torch.unflatten(_padded(weight, BLOCK, BLOCK), -1, (-1, BLOCK))
     padded = torch.unflatten(padded, -3, (-1, BLOCK))  # [.., Nb, BLOCK, Kb, BLOCK]
-    values, scales = quantize(padded.transpose(-3, -2).flatten(-2))
+    values, scales = quantize(padded.transpose(-3, -2).flatten(-2), "fp8")
     values = torch.unflatten(values, -1, (BLOCK, BLOCK)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
     return values[..., :features, :depth].contiguous(), scales
 
@@ -101,14 +83,6 @@ def _inputs(x: Tensor, x_scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     if x_scales.ndim < x.ndim:
         return wide * x_scales[..., None]
     return wide * x_scales.repeat_interleave(BLOCK, dim=-1)[..., : x.shape[-1]]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _values(x: Tensor) -> Tensor:
-    return x.nan_to_num(0, 0, 0).clamp(-MOST, MOST).to(TYPE)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:

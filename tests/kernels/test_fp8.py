@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batchinfer_kernels import fp8
+from batchinfer_kernels.activation_formats import quantize
 
 # The largest error of e4m3 is half of the last of 3 bits of mantissa, or of the smallest subnormal number.
 RELATIVE, LEAST = 2.0**-4, 2.0**-10
@@ -18,7 +19,7 @@ def check_quantized(x: torch.Tensor, dequantized: torch.Tensor, scales: torch.Te
 
 def test_by_channel() -> None:
     x = torch.randn(5, 200, dtype=torch.float64) * torch.tensor([1e-20, 1e-3, 1, 1e3, 1e20])[:, None]
-    values, scales = fp8.quantize(x)
+    values, scales = quantize(x, "fp8")
     assert values.dtype == fp8.TYPE and values.float().abs().amax(-1).eq(448).all()
     check_quantized(x, fp8.dequantize(values, scales), scales[:, None])
 
@@ -26,7 +27,7 @@ def test_by_channel() -> None:
 def test_odd_rows() -> None:
     x = torch.ones(4, 3)
     x[1], x[2, 1], x[3, 0] = 0, torch.nan, torch.inf
-    values, scales = fp8.quantize(x)
+    values, scales = quantize(x, "fp8")
     assert values.float().tolist() == [[448] * 3, [0] * 3, [0] * 3, [0] * 3]
     assert scales[1] == 0 and scales[2:].isnan().all()
 
@@ -50,23 +51,23 @@ def test_by_block(features: int, depth: int) -> None:
 
 def test_groups_of_a_token_are_its_blocks_of_inputs() -> None:
     x = torch.randn(3, 300)
-    values, scales = fp8.quantize_groups(x)
+    values, scales = quantize(x, "fp8_groups")
     assert values.shape == x.shape and scales.shape == (3, 3)
     for group in range(3):
         span = slice(group * 128, (group + 1) * 128)
-        alone = fp8.quantize(x[:, span])
+        alone = quantize(x[:, span], "fp8")
         assert torch.equal(values[:, span].float(), alone[0].float()) and torch.equal(scales[:, group], alone[1])
 
 
 @pytest.mark.parametrize("kind", ["channel", "block"])
 def test_the_product_is_that_of_the_values(kind: str) -> None:
     x, weight = torch.randn(4, 200, dtype=torch.float64), torch.randn(140, 200, dtype=torch.float64)
-    values, scales = fp8.quantize(weight) if kind == "channel" else fp8.quantize_blocks(weight)
+    values, scales = quantize(weight, "fp8") if kind == "channel" else fp8.quantize_blocks(weight)
     bias, residual = torch.randn(140).double(), torch.randn(4, 140).double()
     wide = fp8.linear(x, None, values, scales, bias, residual, dtype=torch.float64)
     torch.testing.assert_close(wide, x @ fp8.dequantize(values, scales).T + bias + residual)
     narrow = fp8.linear(
-        *(fp8.quantize(x) if kind == "channel" else fp8.quantize_groups(x)), values, scales, dtype=torch.float64
+        *(quantize(x, "fp8") if kind == "channel" else quantize(x, "fp8_groups")), values, scales, dtype=torch.float64
     )
     exact = x @ weight.T
     assert (narrow - exact).abs().max() < 0.05 * exact.abs().max()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from batchinfer_kernels import experts, fp8, mxfp4, reference, w4, w8
+from batchinfer_kernels.activation_formats import quantize
 from batchinfer_kernels.experts import Aligned
 from batchinfer_kernels.triton import routing
 from batchinfer_kernels.triton.experts import (
@@ -49,15 +50,17 @@ def layer(form: str, features: int, depth: int, dtype: torch.dtype) -> Layer:
             lambda as_type, x, expert: reference.linear(as_type(x), as_type(plain[expert])),
         )
     if form == "int8":
-        values, scales = w8.quantize(weight)
+        values, scales = quantize(weight, "int8")
 
         def product(as_type: AsType, x: Tensor, expert: int) -> Tensor:
-            x_values, x_scales = w8.quantize(x)
+            x_values, x_scales = quantize(x, "int8")
             wide = as_type(x).dtype
             return w8.linear(x_values, as_type(x_scales), values[expert], as_type(scales[expert]), dtype=wide)
 
         return Layer(
-            lambda x, aligned, bias: experts_linear_int8(*w8.quantize(x), values, scales, aligned, bias, dtype=dtype),
+            lambda x, aligned, bias: experts_linear_int8(
+                *quantize(x, "int8"), values, scales, aligned, bias, dtype=dtype
+            ),
             product,
         )
     if form.startswith("w4"):
@@ -88,12 +91,12 @@ def layer(form: str, features: int, depth: int, dtype: torch.dtype) -> Layer:
             lambda as_type, x, expert: mxfp4.linear(as_type(x), of_expert(mx, expert)),
         )
     in_blocks = form != "fp8 channel"
-    values, scales = fp8.quantize_blocks(weight) if in_blocks else fp8.quantize(weight)
+    values, scales = fp8.quantize_blocks(weight) if in_blocks else quantize(weight, "fp8")
 
     def rows(x: Tensor) -> tuple[Tensor, Tensor | None]:
         if form == "fp8 wide":
             return x, None
-        return fp8.quantize_groups(x) if in_blocks else fp8.quantize(x)
+        return quantize(x, "fp8_groups") if in_blocks else quantize(x, "fp8")
 
     def product(as_type: AsType, x: Tensor, expert: int) -> Tensor:
         x_values, x_scales = rows(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batchinfer_kernels import fp8
+from batchinfer_kernels.activation_formats import quantize
 from batchinfer_kernels.triton.linear_fp8 import linear_fp8
 from torch import Tensor
 
@@ -14,10 +15,10 @@ from tests.kernels.triton.accuracy import AsType, check_close
 def operands(rows: int, columns: int, depth: int, kind: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """kind: of scales, and "wide" for activations that are not quantized."""
     x, weight = torch.randn(rows, depth), torch.randn(columns, depth)
-    values, scales = fp8.quantize_blocks(weight) if "block" in kind else fp8.quantize(weight)
+    values, scales = fp8.quantize_blocks(weight) if "block" in kind else quantize(weight, "fp8")
     if "wide" in kind:
         return x, None, values, scales
-    return *(fp8.quantize_groups(x) if "block" in kind else fp8.quantize(x)), values, scales
+    return *(quantize(x, "fp8_groups") if "block" in kind else quantize(x, "fp8")), values, scales
 
 
 @pytest.mark.parametrize("kind", ["channel", "block", "wide channel", "wide block"])
@@ -66,6 +67,6 @@ def test_a_sick_row_stays_alone(kind: str) -> None:
     x = torch.randn(3, 200)
     x[1, 4] = torch.inf
     _, _, weight, scales = operands(1, 9, 200, kind)
-    values, x_scales = fp8.quantize(x) if kind == "channel" else fp8.quantize_groups(x)
+    values, x_scales = quantize(x, "fp8") if kind == "channel" else quantize(x, "fp8_groups")
     found = linear_fp8(values, x_scales, weight, scales, dtype=torch.float16)
     assert found[1].isnan().all() and found[[0, 2]].isfinite().all()

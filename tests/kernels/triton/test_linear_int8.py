@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batchinfer_kernels import w8
+from batchinfer_kernels.activation_formats import quantize
 from batchinfer_kernels.triton.linear_int8 import linear_int8
 from torch import Tensor
 
@@ -16,8 +17,8 @@ from tests.kernels.triton.accuracy import AsType, check_close
 @pytest.mark.parametrize("extras", [False, True])
 def test_linear_int8(rows: int, columns: int, depth: int, dtype: torch.dtype, extras: bool) -> None:
     torch.manual_seed(rows * columns + depth)
-    x, x_scales = w8.quantize(torch.randn(rows, depth))
-    weight, scales = w8.quantize(torch.randn(columns, depth))
+    x, x_scales = quantize(torch.randn(rows, depth), "int8")
+    weight, scales = quantize(torch.randn(columns, depth), "int8")
     bias = torch.randn(columns).to(dtype) if extras else None
     residual = torch.randn(rows, columns).to(dtype) if extras else None
     kept = None if residual is None else residual.clone()
@@ -39,8 +40,8 @@ def test_sums_are_exact() -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    x, x_scales = w8.quantize(torch.randn(150, 96))
-    weight, scales = w8.quantize(torch.randn(140, 96))
+    x, x_scales = quantize(torch.randn(150, 96), "int8")
+    weight, scales = quantize(torch.randn(140, 96), "int8")
     whole = linear_int8(x, x_scales, weight, scales, dtype=torch.float16)
     for start, stop in ((0, 1), (127, 129), (149, 150)):
         some = linear_int8(
@@ -52,6 +53,6 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 def test_a_sick_row_stays_alone() -> None:
     x = torch.randn(3, 40)
     x[1, 4] = torch.inf
-    weight, scales = w8.quantize(torch.randn(9, 40))
-    found = linear_int8(*w8.quantize(x), weight, scales, dtype=torch.float16)
+    weight, scales = quantize(torch.randn(9, 40), "int8")
+    found = linear_int8(*quantize(x, "int8"), weight, scales, dtype=torch.float16)
     assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
