@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from batchinfer.data.schema import conform, nulls
@@ -190,6 +191,15 @@ def _nulls_pushed_down(array: pa.Array) -> pa.Array:
     if t.is_list(kind) or t.is_large_list(kind):
         maker = pa.LargeListArray if t.is_large_list(kind) else pa.ListArray
         return maker.from_arrays(array.offsets, _nulls_pushed_down(array.values), type=kind, mask=mask)
+    if t.is_list_view(kind) or t.is_large_list_view(kind):
+        maker = pa.LargeListViewArray if t.is_large_list_view(kind) else pa.ListViewArray
+        return maker.from_arrays(array.offsets, array.sizes, _nulls_pushed_down(array.values), type=kind, mask=mask)
+    if t.is_fixed_size_list(kind):
+        items = array.values.slice(array.offset * kind.list_size, len(array) * kind.list_size)
+        if mask is not None and kind.value_field.nullable:  # null lists have slots, too
+            hidden = np.repeat(mask.to_numpy(zero_copy_only=False), kind.list_size)
+            items = items.take(pa.array(np.arange(len(items)), mask=hidden))
+        return pa.FixedSizeListArray.from_arrays(_nulls_pushed_down(items), type=kind, mask=mask)
     return array
 
 

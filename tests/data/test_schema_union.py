@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.data.dataset import open_dataset
+from batchinfer.data.rows import check_text
 from batchinfer.data.schema import TypeClash, conform, plain_type, unite, unite_types
 from batchinfer.errors import InputError
 from batchinfer.testing.fuzzing.arrow_values import any_type, array_of
@@ -222,6 +223,33 @@ def test_nested_values_of_any_types_keep_their_places(inner: str) -> None:
             assert repr(got.to_pylist()) == repr(expected[first:last]), (kind, first, last)  # NaN is NaN
         seen += 1
     assert seen > 40
+
+
+LISTS = {
+    "fixed": (lambda kind: pa.list_(kind, 2), lambda value: [value, value]),
+    "view": (pa.list_view, lambda value: [value]),
+    "large view": (pa.large_list_view, lambda value: [value]),
+    "list": (pa.list_, lambda value: [value]),
+    "large list": (pa.large_list, lambda value: [value]),
+    "map": (lambda kind: pa.map_(pa.string(), kind), lambda value: [("k", value)]),
+    "struct": (lambda kind: pa.struct([("a", kind)]), lambda value: {"a": value}),
+}
+
+
+@pytest.mark.parametrize("outer", LISTS)
+@pytest.mark.parametrize("inner", LISTS)
+def test_null_structs_in_lists_of_any_kind_are_no_errors(outer: str, inner: str) -> None:
+    """Arrow itself puts indices into no dictionary under them."""
+    kind = pa.struct([("f", pa.dictionary(pa.int16(), pa.string()))])
+    (make_outer, put_outer), (make_inner, put_inner) = LISTS[outer], LISTS[inner]
+    value = put_outer(put_inner(None))
+    array = pa.array([value, None, value], make_outer(make_inner(kind)))
+    with pytest.raises(pa.ArrowInvalid, match="Dictionary indices invalid"):
+        array.validate(full=True)
+    table, errors = check_text(0, pa.record_batch({"x": array}))
+    assert not errors
+    assert table["x"].to_pylist() == [value, None, value]
+    table.validate(full=True)
 
 
 def test_a_value_that_does_not_fit_is_an_error_of_its_row(tmp_path: Path) -> None:
