@@ -207,15 +207,21 @@ def nulls(size: int, kind: pa.DataType) -> pa.Array:
 
 def _zeros(size: int, kind: pa.DataType) -> pa.Array:
     """What Arrow puts into such a field of a null struct."""
+    if t.is_dictionary(kind):
+        indices = pa.array([0] * size, kind.index_type)
+        return pa.DictionaryArray.from_arrays(indices, _zeros(1, kind.value_type), ordered=kind.ordered)
     with contextlib.suppress(pa.ArrowException, TypeError, ValueError):
         return pa.array([None] * size, pa.struct([pa.field("", kind, False)])).field(0)
     return nulls(size, kind)
 
 
 def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
-    """`array` as `target`, a type that `unite_types` made of its own. Raises ArrowInvalid when a value does not fit."""
+    """`array` as `target`, a type that `unite_types` made of its own. Raises ArrowInvalid when a value does not fit.
+
+    What a nested field that can't be null holds under a null is filled, which Parquet needs: readers leave nulls there.
+    """
     kind = array.type
-    if kind.equals(target):
+    if kind.equals(target) and not _has_required(target):
         return array
     if isinstance(array, pa.ExtensionArray):
         return conform(array.storage, target)
@@ -227,9 +233,7 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         return conform(_without_run_ends(array), target)
     if t.is_struct(kind) and t.is_struct(target):
         mine = {field.name: i for i, field in enumerate(kind)}
-        # Flattened, they are null where the struct is; what can't be null keeps what stands there.
-        flat = array.flatten()
-        children = [flat[i] if field.nullable else array.field(i) for i, field in enumerate(kind)]
+        children = array.flatten()
         if [field.name for field in kind] == [field.name for field in target]:  # also where two have one name
             inner = [conform(child, field.type) for child, field in zip(children, target, strict=True)]
         else:
@@ -239,6 +243,7 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         mask = array.is_null() if array.null_count else None
         if not inner:
             return array.cast(target)
+        inner = [child if field.nullable else _filled(child) for child, field in zip(inner, target, strict=True)]
         return pa.StructArray.from_arrays(inner, fields=list(target), mask=mask)
     if (is_list(kind) or _is_list_view(kind)) and is_list(target):
         return _conform_list(array, target)  # list views too: Arrow's own cast of them (25.0) makes broken lists
@@ -250,6 +255,26 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         mask = array.is_null() if array.null_count else None
         return maker.from_arrays(*places, conform(array.values, target.value_type), type=target, mask=mask)
     return pc.cast(array, target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_required(kind: pa.DataType) -> bool:
+    """Whether it has a nested field that can't be null, but for the keys of maps."""
+    if t.is_struct(kind):
+        return any(not field.nullable or _has_required(field.type) for field in kind)
+    if t.is_map(kind):
+        return not kind.item_field.nullable or _has_required(kind.key_type) or _has_required(kind.item_type)
+    return is_list(kind) and (not kind.value_field.nullable or _has_required(kind.value_type))
+
+
+def _filled(array: pa.Array) -> pa.Array:
+    """With zeros for nulls, where Arrow can do that."""
+    if not array.null_count:
+        return array
+    with contextlib.suppress(pa.ArrowNotImplementedError):
+        places = np.where(array.is_valid().to_numpy(zero_copy_only=False), np.arange(len(array)), len(array))
+        return pa.concat_arrays([array, _zeros(1, array.type)]).take(pa.array(places))
+    return array
 
 
 def _without_run_ends(array: pa.Array) -> pa.Array:
@@ -315,6 +340,8 @@ def _conform_list(array: pa.Array, target: pa.DataType) -> pa.Array:
         # Null lists have slots too: values are taken unflattened.
         start, count = array.offset * target.list_size, len(array) * target.list_size
         values = conform(array.values.slice(start, count), target.value_type)
+        if not target.value_field.nullable:
+            values = _filled(values)
         mask = array.is_null() if array.null_count else None
         return pa.FixedSizeListArray.from_arrays(values, type=target, mask=mask)
     # flatten() skips what null lists may still point to, so offsets are built anew from the lengths.

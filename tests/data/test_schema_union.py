@@ -293,6 +293,52 @@ def test_several_formats_are_mentioned(tmp_path: Path, caplog: pytest.LogCapture
     assert "README.md" in caplog.text
 
 
+REQUIRED = {
+    pa.int16(): 5,
+    pa.time32("ms"): datetime.time(1),
+    pa.string(): "s",
+    pa.bool_(): True,
+    pa.decimal128(15, 0): 7,
+    pa.dictionary(pa.int32(), pa.string()): "d",
+    pa.struct([pa.field("deep", pa.binary(), False)]): {"deep": b"b"},
+}
+
+
+@pytest.mark.parametrize("kind", REQUIRED, ids=str)
+@pytest.mark.parametrize("around", ["struct", "list", "fixed", "map"])
+def test_fields_that_can_not_be_null_have_values_where_what_holds_them_is_null(
+    tmp_path: Path, kind: pa.DataType, around: str
+) -> None:
+    """Else Parquet does not take them, also not as they were read."""
+    part = pa.struct([pa.field("must", kind, False), pa.field("may", pa.int8())])
+    whole = {
+        "struct": pa.struct([("x", part)]),
+        "list": pa.list_(part),
+        "fixed": pa.list_(part, 1),
+        "map": pa.map_(pa.string(), part),
+    }[around]
+    must = pa.array([REQUIRED[kind], None, None, REQUIRED[kind]], kind)  # as readers leave it
+    items = pa.StructArray.from_arrays(
+        [must, pa.array([1, None, 3, None], pa.int8())], fields=list(part), mask=pa.array([False, True, True, False])
+    )
+    array = {
+        "struct": lambda: pa.StructArray.from_arrays([items], ["x"], mask=pa.array([False, False, True, False])),
+        "list": lambda: pa.ListArray.from_arrays(pa.array([0, 2, 2, 3, 4], pa.int32()), items, type=whole),
+        "fixed": lambda: pa.FixedSizeListArray.from_arrays(
+            items, type=whole, mask=pa.array([False, False, True, False])
+        ),
+        "map": lambda: pa.MapArray.from_arrays(pa.array([0, 2, 2, 3, 4], pa.int32()), pa.array(list("abcd")), items),
+    }[around]()
+    wanted = array.to_pylist()
+    for start in range(4):
+        got = conform(array.slice(start), whole)
+        assert got.type == whole and got.to_pylist() == wanted[start:]
+        pq.write_table(pa.table([got], names=["x"]), tmp_path / "x.parquet")
+        back = conform(pq.read_table(tmp_path / "x.parquet")["x"].combine_chunks(), whole)
+        assert back.to_pylist() == wanted[start:]
+        pq.write_table(pa.table([back], names=["x"]), tmp_path / "y.parquet")
+
+
 def test_fields_that_can_not_be_null_have_values_under_null_structs(tmp_path: Path) -> None:
     """Else Parquet does not take them."""
     codes = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0], pa.int8()), pa.array(["a", "b"]))
