@@ -62,10 +62,11 @@ def _check_rows(metadata: pq.FileMetaData, file_bytes: int) -> None:
     for group, rows in enumerate(groups):
         if rows <= file_bytes:  # a byte to each row: columns need not be asked
             continue
-        for i in range(metadata.num_columns):
-            path = metadata.schema.column(i).path
-            _check_entry(metadata, group, path)
-            held = metadata.row_group(group).column(i).num_values
+        paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+        _check_entries(metadata, group, paths)
+        entry = metadata.row_group(group)
+        for i, path in enumerate(paths):
+            held = entry.column(i).num_values
             if held < rows:  # lists have at least one value to a row, a null if need be
                 raise pa.ArrowInvalid(
                     f"row group {group} claims {rows} rows, but has {held} values of column {path!r}; it is broken: "
@@ -122,13 +123,10 @@ def _group_bytes(metadata: pq.FileMetaData, group: int, columns: Sequence[str] |
     if columns is None:
         return int(entry.total_byte_size)
     wanted = set(columns)
-    size = 0
-    for i in range(entry.num_columns):
-        path = metadata.schema.column(i).path
-        if path in wanted or path.split(".", 1)[0] in wanted:
-            _check_entry(metadata, group, path)
-            size += entry.column(i).total_uncompressed_size
-    return size
+    paths = {i: metadata.schema.column(i).path for i in range(entry.num_columns)}
+    paths = {i: path for i, path in paths.items() if path in wanted or path.split(".", 1)[0] in wanted}
+    _check_entries(metadata, group, list(paths.values()))
+    return sum(entry.column(i).total_uncompressed_size for i in paths)
 
 
 class _NoBytes(io.RawIOBase):
@@ -158,16 +156,16 @@ class _NoBytes(io.RawIOBase):
         raise OSError("nothing to read")
 
 
-def _check_entry(metadata: pq.FileMetaData, group: int, path: str) -> None:
-    """Raises what pyarrow finds wrong in the footer's entry of one column of one row group.
+def _check_entries(metadata: pq.FileMetaData, group: int, paths: list[str]) -> None:
+    """Raises what pyarrow finds wrong in the footer's entries of some columns of one row group.
 
     `RowGroupMetaData.column` ends the whole process where an entry contradicts itself (seen up to pyarrow 26.0), a
-    reader raises. The reader looks at the entry before it asks for the column's bytes, so it is given none.
+    reader raises. The reader looks at all the entries before it asks for the bytes of a column, so it is given none.
     """
     none = _NoBytes()
-    with pq.ParquetFile(none, metadata=metadata, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+    with pq.ParquetFile(none, metadata=metadata, buffer_size=1, pre_buffer=False) as file:
         try:
-            next(file.iter_batches(batch_size=1, row_groups=[group], columns=[path], use_threads=False), None)
+            next(file.iter_batches(batch_size=1, row_groups=[group], columns=paths, use_threads=False), None)
         except (pa.ArrowException, OSError):
             if not none.asked:
                 raise

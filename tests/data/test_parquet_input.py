@@ -250,6 +250,24 @@ def test_no_changed_byte_of_a_footer_ends_the_process(tmp_path: Path) -> None:
     assert any("histogram" in words for words in found), found
 
 
+def test_a_wide_footer_is_checked_once_for_each_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the time grows with the square of the number of columns."""
+    path, names = tmp_path / "x.parquet", [f"c{i}" for i in range(50)]
+    pq.write_table(pa.table({name: [1, 2, 3] for name in names}), path, row_group_size=1)
+    checks: list[list[str]] = []
+    check = parquet_module._check_entries
+
+    def counted(metadata: Any, group: int, paths: list[str]) -> None:
+        checks.append(paths)
+        check(metadata, group, paths)
+
+    monkeypatch.setattr(parquet_module, "_check_entries", counted)
+    metadata = pq.read_metadata(path)
+    columns = [metadata.row_group(group).column(i) for group in range(3) for i in range(50)]
+    assert parquet_module.column_bytes("x", str(path), {}, names) == sum(c.total_uncompressed_size for c in columns)
+    assert checks == [names] * 3
+
+
 def test_a_file_that_shrank_since_is_named(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "x.parquet")
     dataset = open_dataset(str(tmp_path))
