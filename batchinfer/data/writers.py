@@ -28,9 +28,9 @@ def is_left_over(name: str, age_s: float) -> bool:
     """Whether the temporary file of this name belongs to nobody: its writer is dead, or not to be seen from here while
     the file has lain for `age_s`, a day or more."""
     found = _MARK.search(name)
-    if found is None or found["scope"] != _scope_hash():
-        return age_s >= FOREIGN_AGE_S
-    return process_start(int(found["pid"])) != found["start"]
+    here = found is not None and found["scope"] == _scope_hash()
+    dead = is_dead(int(found["pid"]), found["start"]) if found is not None and here else None
+    return age_s >= FOREIGN_AGE_S if dead is None else dead
 
 
 @cache
@@ -52,12 +52,34 @@ def process_scope() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this scope started, in ticks since boot; None where it is not there or a zombie.
+    """When a process of this scope started, in ticks since boot; None where it is a zombie, not there, or hidden.
 
     Tells a process from a later one with the same pid.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in ("Z", "X") else fields[19]
+
+
+def is_dead(pid: int, start: str) -> bool | None:
+    """Whether the process of this scope that had this pid and `process_start` is gone (a zombie is). None where that
+    can't be known: `start` is empty, or /proc hides the processes of other users (its option hidepid)."""
+    if not start:
         return None
-    return None if fields[0] in ("Z", "X") else fields[19]
+    fields = _stat(pid)
+    if fields is not None:
+        return fields[0] in ("Z", "X") or fields[19] != start
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return None
+
+
+def _stat(pid: int) -> list[str] | None:
+    """/proc/PID/stat from the state on, or None where it can't be read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from batchinfer.data.fs import LocalStore
+from batchinfer.data.fs import LocalStore, is_foreign
 from batchinfer.data.writers import is_left_over
 from batchinfer.job.driver_lock import refuse_if_succeeded
 from batchinfer.job.layout import JobLayout
@@ -44,7 +44,7 @@ def clean_leftovers(layout: JobLayout, finished: Collection[int] = (), *, epoch:
     `finished` are windows whose parts are all out: a kill may have come before their cleaning, or an engine of an
     earlier driver may have written after it.
 
-    Of this machine's processes, temporary files of the dead are removed; of others' those that are a day old.
+    Temporary files go where it can be seen from here that their writer is dead, others when they are a day old.
     Returns how many files and windows. Raises TakenOver where a later driver's files may lie among them.
     """
     refuse_if_succeeded(layout.output, epoch)
@@ -66,6 +66,8 @@ def clean_leftovers(layout: JobLayout, finished: Collection[int] = (), *, epoch:
     folder = layout.state / "tmp"
     if folder.is_dir():
         for path in folder.iterdir():
+            if is_foreign(path.name):  # NFS keeps deleted files that are still open as `.nfs...`
+                continue
             with contextlib.suppress(FileNotFoundError):
                 if is_left_over(path.name, time.time() - path.stat().st_mtime):
                     path.unlink()

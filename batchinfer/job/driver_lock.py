@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 from batchinfer.data.fs import LocalStore, Store
-from batchinfer.data.writers import process_scope, process_start
+from batchinfer.data.writers import is_dead, process_scope, process_start
 from batchinfer.errors import BatchinferError, Interrupted, ResumeRefused
 from batchinfer.job.layout import STATE_FOLDER
 
@@ -60,8 +60,9 @@ class DriverProcess:
         return cls(socket.gethostname(), pid, process_scope(), process_start(pid) or "")
 
     def dead_here(self) -> bool:
-        """Whether it can be seen from this process that it is dead. False for processes of other machines."""
-        return self.scope == process_scope() and process_start(self.pid) != self.started
+        """Whether it can be seen from this process that it is dead. False for processes of other machines, and
+        for those that this one may not look at."""
+        return self.scope == process_scope() and is_dead(self.pid, self.started) is True
 
 
 def _read_claim(claim: bytes) -> tuple[DriverProcess, float]:

@@ -199,6 +199,39 @@ def test_the_temporary_file_of_a_killed_process_is_removed(tmp_path: Path) -> No
     assert LocalStore(tmp_path).remove_temps() == 1 and not names(tmp_path)
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_process_that_proc_hides_is_not_called_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """/proc mounted with hidepid, where a process of another user writes beside us."""
+    store = LocalStore(tmp_path)
+    theirs = store.temp_path("key")
+    theirs.write_bytes(b"half")
+    read_text = Path.read_text
+
+    def hidden(path: Path, *args: str) -> str:
+        if path.name == "stat":
+            raise error(path)
+        return read_text(path, *args)
+
+    def refused(pid: int, signum: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    monkeypatch.setattr(os, "kill", refused)
+    assert store.remove_temps() == 0
+    os.utime(theirs, (0, 0))
+    assert store.remove_temps() == 1
+
+
+def test_a_writer_that_does_not_know_its_start_is_not_called_dead(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    mine = store.temp_path("key")
+    scope, pid, _, *rest = mine.name.split("~")
+    mine.with_name("~".join([scope, pid, "", *rest])).write_bytes(b"half")
+    assert store.remove_temps() == 0
+
+
 @pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "."])
 def test_keys_stay_inside_the_store(tmp_path: Path, key: str) -> None:
     with pytest.raises(ValueError, match="not a store key"):

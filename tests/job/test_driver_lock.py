@@ -14,6 +14,7 @@ import pytest
 
 from batchinfer.data.fs import LocalStore
 from batchinfer.errors import ResumeRefused
+from batchinfer.job import driver_lock
 from batchinfer.job.driver_lock import DriverLock, DriverProcess, last_driver
 from batchinfer.testing.stores import FaultyStore, MemoryStore
 
@@ -208,3 +209,18 @@ def test_a_damaged_claim_of_a_living_driver_protects_it_all_the_same(tmp_path):
     (tmp_path / "__batchinfer" / "driver" / "000001.json").write_bytes(b"{")
     with pytest.raises(ResumeRefused, match="one driver at a time"):
         DriverLock.claim(store, clock=FakeClock(during=lambda now: first.bump()))
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_a_driver_that_proc_hides_is_not_called_dead(monkeypatch, error):
+    def hidden(path):
+        raise error(path)
+
+    def refused(pid, signum):
+        raise PermissionError
+
+    process = DriverProcess.current()
+    monkeypatch.setattr(driver_lock, "process_scope", lambda: process.scope)
+    monkeypatch.setattr(Path, "read_text", hidden)
+    monkeypatch.setattr(os, "kill", refused)
+    assert not process.dead_here()

@@ -190,11 +190,14 @@ def test_leftovers_of_the_dead_go_those_of_the_living_stay(shop):
     dead, foreign, old = (
         folder / f"{mark}~77~0~part.parquet" for mark in (f"{scope}~{2**22 + 5}", "7" * 12 + "~4", "8" * 12 + "~4")
     )
-    for path in (mine, dead, foreign, old, folder / "notes.txt"):
+    of_nfs = folder / ".nfs000000000001"
+    for path in (mine, dead, foreign, old, of_nfs, folder / "notes.txt"):
         path.write_text("x")
-    os.utime(old, (0, 0))
+    for path in (old, of_nfs):
+        os.utime(path, (0, 0))
     clean_leftovers(job.layout, epoch=1)
-    assert sorted(path.name for path in folder.iterdir()) == sorted([mine.name, foreign.name, "notes.txt"])
+    stay = [mine.name, foreign.name, of_nfs.name, "notes.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(stay)
 
 
 def test_jobs_as_run_by_earlier_drivers_go_since_they_may_hold_keys(shop):
