@@ -96,8 +96,7 @@ def apply_overrides(base: SamplingParams, overrides: Mapping[str, Any] | None) -
 
 def _converted(name: str, value: Any) -> Any:
     """Raises ValueError on a wrong type; ranges are SamplingParams' own concern."""
-    if isinstance(value, Decimal):  # a column in which integers of any size stood, or a decimal one
-        value = int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+    value = _without_decimals(value)
     if name in _INTEGERS:
         # Readers turn integer columns with nulls into floats; 64.0 is 64, 64.5 is a mistake.
         if isinstance(value, float) and math.isfinite(value) and value == int(value):
@@ -128,6 +127,18 @@ def _converted(name: str, value: Any) -> Any:
         return bias
     if isinstance(value, float) and math.isnan(value):
         raise ValueError("is NaN; leave it null for the job's default")
+    return value
+
+
+def _without_decimals(value: Any) -> Any:
+    """As integers and floats, also within lists and maps. They come of a decimal column, and of one in which a single
+    integer is beyond 64 bits."""
+    if isinstance(value, Decimal):
+        return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
+    if isinstance(value, list):
+        return [_without_decimals(item) for item in value]
+    if isinstance(value, dict):
+        return {_without_decimals(key): _without_decimals(item) for key, item in value.items()}
     return value
 
 
