@@ -89,7 +89,7 @@ def parse_device(text: str) -> Device:
     """
     head, *settings = (part.strip() for part in text.split(","))
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?([\w .-]+)", head)
-    if found is None or found[1] == "0":
+    if found is None or int(found[1] or 1) == 0:
         raise ConfigError(f"device {text!r} is not understood; for example: H100, 4xH100, H100,bandwidth=3.0e12")
     numbers = dict(_number(setting) for setting in settings)
     known = {_key(name): device for name, device in DEVICES.items()}.get(_key(found[2]))

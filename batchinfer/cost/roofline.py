@@ -147,6 +147,7 @@ class Prediction:
     step_s, step_bytes, step_operations   of a decode step of `batch` rows, with half of the output behind them
     single_step_s           of a decode step of one row
     bound                   "memory" or "operations": what a decode step of `batch` rows waits for
+    decode_tokens_per_s     in such steps
     prefill_s, prefill_bytes, prefill_operations   of all prompts
     decode_s, total_s       of the job
     """
@@ -166,15 +167,12 @@ class Prediction:
     step_operations: float
     single_step_s: float
     bound: str
+    decode_tokens_per_s: float
     prefill_s: float
     prefill_bytes: float
     prefill_operations: float
     decode_s: float
     total_s: float
-
-    @property
-    def decode_tokens_per_s(self) -> float:
-        return self.batch / self.step_s
 
 
 def predict(
@@ -216,6 +214,7 @@ def predict(
         step_operations=step.operations + step.other_operations,
         single_step_s=model.seconds(single),
         bound="operations" if model.busy_s(step) > step.num_bytes / model.device.bandwidth else "memory",
+        decode_tokens_per_s=batch / step_s,
         prefill_s=prefill_s,
         prefill_bytes=prefill.num_bytes,
         prefill_operations=prefill.operations + prefill.other_operations,

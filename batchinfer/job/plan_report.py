@@ -35,6 +35,7 @@ EXAMPLES = 3
 # int8 on native kernels.
 EFFICIENCY = 0.4
 INT8_EFFICIENCY = 2.0
+_NO_SHAPE = "no prediction: the model's config does not say how large its layers are"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +221,6 @@ def measured_flops(seconds: float = 0.05) -> float:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-_NO_SHAPE = "no prediction: the model's config does not say how large its layers are"
 
 
 def _predict(shape: ModelShape | None, survey: Survey, arithmetic: Arithmetic) -> tuple[float | None, str]:

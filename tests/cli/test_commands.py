@@ -100,7 +100,8 @@ def test_plan_predicts_for_a_device(job: Path, tmp_path: Path) -> None:
     found = json.loads(batchinfer(*arguments, "--json").stdout)
     assert found["survey"]["rows"] == 3 and found["settings"]["sampling.max_tokens"] == {"value": 4, "source": "user"}
     assert found["on_device"]["device"] == "2 x H100" and found["on_device"]["batch"] == 2
-    assert found["on_device"]["total_s"] > 0 and found["off_device"] is None
+    assert found["on_device"]["total_s"] > 0 and found["on_device"]["decode_tokens_per_s"] > 0
+    assert found["off_device"] is None
 
 
 def test_plan_says_why_it_predicts_nothing_for_a_device(job: Path) -> None:

@@ -230,6 +230,7 @@ def test_devices() -> None:
         ("H100,memory=-1", "positive"),
         ("H100,memory=nan", "positive"),
         ("0xH100", "not understood"),
+        ("00xH100", "not understood"),
         ("", "not understood"),
     ],
 )
