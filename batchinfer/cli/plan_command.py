@@ -149,13 +149,13 @@ def prediction_text(found: Prediction) -> str:
             f"({_seconds(found.single_step_s)} each)",
         ),
         ("memory-bound", f"{balanced} (products alone: each row's KV cache is read on top)"),
-        ("time", f"{_seconds(found.total_s)} at least"),
+        ("time", f"{_seconds(found.total_s)}, first for the prompts, then for decoding"),
     ]
     return (
         f"On {found.device}\n{table(rows)}\n"
         "  (a roofline bound: each step as long as reading its bytes or doing its operations at the device's stated "
-        "rates, all rows\n  of the mean length, nothing for the host, between devices, or at the end of the job; not "
-        "yet compared with a GPU)"
+        "rates, all rows\n  of the mean length, nothing for the host, between devices, or at the end of the job; steps "
+        "that compute prompts\n  while others decode can take less in all; not yet compared with a GPU)"
     )
 
 

@@ -1,7 +1,8 @@
-"""The time that a job takes at best: a step lasts as long as reading its bytes or doing its operations, the longer one.
+"""The time that steps take at best, as long as reading their bytes or doing their operations, and a job of such steps.
 
-A bound, and a good guess of proportions: kernels that reach neither rate, the host's work and communication between
-devices come on top. (Williams, Waterman, Patterson 2009: "Roofline".)
+A bound for each step, and a good guess of proportions: kernels that reach neither rate, the host's work and
+communication between devices come on top. Of a job, prompts come first, then decoding: steps that mix the two use both
+rates at once, and can take less. (Williams, Waterman, Patterson 2009: "Roofline".)
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class Prediction:
     bound                   "memory" or "operations": what a decode step of `batch` rows waits for
     decode_tokens_per_s     in such steps
     prefill_s, prefill_bytes, prefill_operations   of all prompts
-    decode_s, total_s       of the job
+    decode_s                of all output behind the first tokens
+    total_s                 prefill_s + decode_s
     """
 
     device: str
