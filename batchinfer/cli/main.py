@@ -243,14 +243,14 @@ def _run(arguments: list[str] | None) -> int:
         return Interrupted.exit_code
     except BrokenPipeError:
         return 1
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        _complain(
-            f"{error.strerror or error}{where}\nWhat is finished is kept: once that is mended, the same command goes "
-            f"on. {_details()}"
-        )
-        return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.strerror:  # of the system; others are libraries', such as time-outs
+            where = f": {error.filename}" if error.filename else ""
+            _complain(
+                f"{error.strerror}{where}\nWhat is finished is kept: once that is mended, the same command goes on. "
+                f"{_details()}"
+            )
+            return 1
         _complain(f"{type(error).__name__}: {error}\nThis is not expected. {_details()}")
         return 1
 

@@ -332,3 +332,10 @@ def test_a_disk_that_fails_where_nothing_waits_for_it_is_a_message(tmp_path: Pat
     assert "Error: Input/output error: /data/file" in ended.stderr and "the same command goes on" in ended.stderr
     assert ("could not be written" in ended.stderr) == (temporary != "None")
     assert "Traceback" not in ended.stderr
+
+
+def test_a_time_out_of_a_library_is_not_taken_for_a_disk(tmp_path: Path) -> None:
+    """It is an OSError, too, and may say nothing."""
+    script = "def cli(**_):\n    raise TimeoutError\nentry.cli = type('Cli', (), {'main': staticmethod(cli)})"
+    ended = in_process(script, cwd=tmp_path)
+    assert ended.returncode == 1 and "TimeoutError: \nThis is not expected" in ended.stderr, ended.stderr
