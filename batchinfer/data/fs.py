@@ -24,6 +24,7 @@ T = TypeVar("T")
 Keys: TypeAlias = list[str]  # inside a store, `list` is a method
 
 TMP_PREFIX = ".tmp-"
+LONGEST_NAME = 255  # bytes, of all file systems that are promised anything for
 RETRIED = frozenset({errno.ESTALE, errno.EINTR, errno.EAGAIN})
 NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
 RETRY_LIMIT_S = 10.0
@@ -92,7 +93,9 @@ def is_foreign(name: str) -> bool:
 def temp_path_for(path: Path) -> Path:
     """A fresh hidden name beside `path`, so that linking and renaming stay inside one file system. It has an ending
     of its own: DuckDB's `*.parquet` takes hidden files too."""
-    return path.parent / f"{TMP_PREFIX}{writer_mark()}~{secrets.token_hex(6)}~{path.name}.tmp"
+    start = f"{TMP_PREFIX}{writer_mark()}~{secrets.token_hex(6)}~"
+    name = os.fsencode(path.name)[: LONGEST_NAME - len(start) - len(".tmp")].decode(errors="ignore")
+    return path.parent / f"{start}{name}.tmp"
 
 
 def is_temp(name: str) -> bool:

@@ -123,6 +123,7 @@ def join_rows(batch: RowBatch, name: str, results: pa.Table, layout: OutputLayou
     arrays = [_store(array, stored, column) for column, array, stored in carried]
     n = batch.table.num_rows
     flat = pa.RecordBatch.from_arrays([_one(results[c]) for c in RESULT_SCHEMA.names], schema=RESULT_SCHEMA)
+    _tell_of_lost_values(batch, name, flat)
     for plain, _ in layout.result_columns:
         if plain == "source_file":
             arrays.append(pa.repeat(pa.scalar(name, pa.string()), n))
@@ -140,6 +141,14 @@ def join_rows(batch: RowBatch, name: str, results: pa.Table, layout: OutputLayou
             samples = flat.column(plain)
             arrays.append(_mask_errors(samples, flat) if layout.lists else _first_sample(samples))
     return pa.RecordBatch.from_arrays(arrays, schema=layout.schema)
+
+
+def _tell_of_lost_values(batch: RowBatch, name: str, flat: pa.RecordBatch) -> None:
+    """Rows that were answered though a column that is only carried holds what the output's type can't: that is null."""
+    answered = flat.column("error_class").is_null().to_pylist() if batch.errors else []
+    lost = [error.message for row, error in sorted(batch.errors.items()) if answered[row - batch.start]]
+    if lost:
+        log.warning("%s: %d rows from row %d on lose a value: %s", name, len(lost), batch.start, lost[0])
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:

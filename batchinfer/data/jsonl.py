@@ -94,7 +94,7 @@ def inspect_jsonl(
         fingerprint = edge_fingerprint(uri, options)
         path = None
         if cache_dir is not None:
-            part = "" if limit is None else f"-{limit}"
+            part = "" if limit is None else f"-{min(limit, 1 << 63)}"  # no file has more
             if used_as:
                 part += f"-{zlib.crc32(json.dumps(sorted(used_as.items())).encode()):08x}"
             path = Path(cache_dir) / f"jsonl-{fingerprint}{part}.arrow"

@@ -198,7 +198,8 @@ def nulls(size: int, kind: pa.DataType) -> pa.Array:
     """`size` nulls. Unlike those of `pa.nulls`, they have values in fields that can't be null, which Parquet needs."""
     if t.is_struct(kind) and kind.num_fields:
         inner = [nulls(size, field.type) if field.nullable else _zeros(size, field.type) for field in kind]
-        return pa.StructArray.from_arrays(inner, fields=list(kind), mask=pa.array([True] * size, pa.bool_()))
+        with contextlib.suppress(pa.ArrowInvalid):  # runs of nothing but nulls (26.0)
+            return pa.StructArray.from_arrays(inner, fields=list(kind), mask=pa.array([True] * size, pa.bool_()))
     if t.is_nested(kind):
         with contextlib.suppress(pa.ArrowException, TypeError, ValueError):  # types that Python values can't make
             return pa.array([None] * size, kind)
@@ -207,6 +208,8 @@ def nulls(size: int, kind: pa.DataType) -> pa.Array:
 
 def _zeros(size: int, kind: pa.DataType) -> pa.Array:
     """What Arrow puts into such a field of a null struct."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(kind, _zeros(size, kind.storage_type))
     if t.is_dictionary(kind):
         indices = pa.array([0] * size, kind.index_type)
         return pa.DictionaryArray.from_arrays(indices, _zeros(1, kind.value_type), ordered=kind.ordered)
@@ -233,7 +236,7 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         return conform(_without_run_ends(array), target)
     if t.is_struct(kind) and t.is_struct(target):
         mine = {field.name: i for i, field in enumerate(kind)}
-        children = array.flatten()
+        children = _children(array)
         if [field.name for field in kind] == [field.name for field in target]:  # also where two have one name
             inner = [conform(child, field.type) for child, field in zip(children, target, strict=True)]
         else:
@@ -257,6 +260,14 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
     return pc.cast(array, target)
 
 
+def _children(array: pa.StructArray) -> list[pa.Array]:
+    """The fields' values, null where the struct is; but for runs, which can't be that: `flatten` breaks them (26.0)."""
+    fields = range(array.type.num_fields)
+    if any(t.is_run_end_encoded(field.type) for field in array.type):
+        return [array.field(i) for i in fields]
+    return list(array.flatten())
+
+
 @functools.lru_cache(maxsize=1024)
 def _has_required(kind: pa.DataType) -> bool:
     """Whether it has a nested field that can't be null, but for the keys of maps."""
@@ -271,6 +282,8 @@ def _filled(array: pa.Array) -> pa.Array:
     """With zeros for nulls, where Arrow can do that."""
     if not array.null_count:
         return array
+    if isinstance(array, pa.ExtensionArray):
+        return pa.ExtensionArray.from_storage(array.type, _filled(array.storage))
     with contextlib.suppress(pa.ArrowNotImplementedError):
         places = np.where(array.is_valid().to_numpy(zero_copy_only=False), np.arange(len(array)), len(array))
         return pa.concat_arrays([array, _zeros(1, array.type)]).take(pa.array(places))
@@ -325,12 +338,21 @@ def with_nullable_fields(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
+def _names(kind: pa.DataType) -> list[str]:
+    """Of all nested fields; `str` of a type leaves out what is long. UnicodeDecodeError for one that is no text."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _names(kind.storage_type)
+    if t.is_dictionary(kind):
+        return _names(kind.value_type)
+    fields = [kind.field(i) for i in range(kind.num_fields)]
+    return [name for field in fields for name in (field.name, *_names(field.type))]
+
+
 def check_names(file: str, schema: pa.Schema) -> None:
     """InputError where a name in the file, also of a nested field, is no text."""
     try:
-        str(schema)
-        for _ in schema.names:
-            pass
+        for name, field in zip(schema.names, schema, strict=True):
+            _ = name, _names(field.type)
     except UnicodeDecodeError as error:
         raise InputError(f"input file {file}: a column's name is not UTF-8 text ({error}); write it again") from None
 

@@ -189,6 +189,14 @@ def test_temporary_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
     assert store.list() == ["a/key"]
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "ü" * 127])
+def test_names_may_be_as_long_as_file_systems_allow(tmp_path: Path, name: str) -> None:
+    store = LocalStore(tmp_path)
+    assert store.put_if_absent(name, b"1")
+    store.replace(name, b"2")
+    assert store.get(name) == b"2" and names(tmp_path) == [name]
+
+
 def test_the_temporary_file_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from batchinfer.data.fs import temp_path_for\n"

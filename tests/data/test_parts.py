@@ -506,6 +506,30 @@ def test_lost_values_are_logged_nowhere(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text == ""
 
 
+def test_a_carried_value_that_its_column_can_not_hold_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody's prompt: the row keeps its completion, the value is null."""
+    pq.write_table(pa.table({"x": pa.array([0.5], pa.float32())}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"x": pa.array([3, 2**60 + 1, 4], pa.int64())}), tmp_path / "b.parquet")
+    dataset = open_dataset(str(tmp_path))
+    path = tmp_path / "part"
+    with caplog.at_level(logging.WARNING):
+        write_part(
+            path,
+            dataset=dataset,
+            file=1,
+            start=0,
+            stop=3,
+            results=results_table([result(row) for row in range(3)]),
+            layout=output_schema(dataset.schema),
+            footer={},
+        )
+    table = pq.read_table(path)
+    assert table["x"].to_pylist() == [3.0, None, 4.0] and table["error"].null_count == 3
+    assert "b.parquet: 1 rows from row 0 on lose a value" in caplog.text and "column 'x'" in caplog.text
+
+
 def test_footers_are_small(tmp_path: Path) -> None:
     """Very wide inputs."""
     table = pa.table({"id": range(3), **{f"c{i}": [1, 2, 3] for i in range(1_000)}})

@@ -352,3 +352,30 @@ def test_fields_that_can_not_be_null_have_values_under_null_structs(tmp_path: Pa
         assert got.to_pylist() == [None, {"code": "b", "more": None}, None][start:]
         pq.write_table(pa.table([got], names=["x"]), tmp_path / "x.parquet")
         assert pq.read_table(tmp_path / "x.parquet")["x"].to_pylist() == got.to_pylist()
+
+
+@pytest.mark.parametrize(
+    "values", [pa.array([1, 2], pa.int8()), pa.nulls(2), pa.array(["1", "2"], pa.json_())], ids=str
+)
+def test_runs_in_null_structs_are_left_as_they_are(values: pa.Array) -> None:
+    """Arrow's own way to a struct's fields gives them a null bitmap, which runs can't have."""
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int16()), values)
+    fields = [pa.field("runs", runs.type), pa.field("n", pa.int8(), False)]
+    array = pa.StructArray.from_arrays(
+        [runs, pa.array([1, 2, 3], pa.int8())], fields=fields, mask=pa.array([False, True, False])
+    )
+    target = pa.struct([pa.field("runs", runs.type), pa.field("n", pa.int64())])
+    got = conform(array, target)
+    got.validate(full=True)
+    assert got.is_null().to_pylist() == [False, True, False] and got.field(1).to_pylist()[::2] == [1, 3]
+    assert got.field(0).values.equals(values)
+
+
+def test_nested_names_that_are_no_text_are_found_however_long_the_type_is(tmp_path: Path) -> None:
+    kind = pa.struct([("x" * 500, pa.int8()), ("evil", pa.list_(pa.struct([("name_is_bad", pa.int8())])))])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, pa.schema([("prompt", pa.string()), ("s", kind)])):
+        pass
+    (tmp_path / "a.arrow").write_bytes(sink.getvalue().to_pybytes().replace(b"name_is_bad", b"name_is_\xff\xfe\xfd"))
+    with pytest.raises(InputError, match="not UTF-8 text"):
+        open_dataset(str(tmp_path))

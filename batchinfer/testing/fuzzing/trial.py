@@ -237,13 +237,28 @@ def _judge_carried(table: pa.Table, start: int, carried: Mapping[int, Mapping[st
         for column, wanted in values.items():
             if start <= row < start + table.num_rows:
                 found = text_of(table[column][row - start])
+                if found == "None" and pa.types.is_floating(table[column].type) and _beyond_floats(wanted):
+                    continue  # an integer, and floats in another file: the log tells of it
                 if found not in (wanted, f"{wanted}.0"):
                     raise _Fault(f"row {row}: column {column!r} was {wanted[:200]}, and is {found[:200]}")
+
+
+def _beyond_floats(text: str) -> bool:
+    return text.lstrip("-").isdigit() and int(float(text)) != int(text)
 
 
 def text_of(value: pa.Scalar) -> str:
     """A value as text that is equal for equal values; all times that Python can't hold look alike."""
     try:
-        return str(value.as_py())
+        return str(_plain(value.as_py()))
     except (ValueError, OverflowError):
         return "beyond Python"
+
+
+def _plain(value: Any) -> Any:
+    """Times as text: for some units pyarrow gives pandas' own kind, once pandas is there."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.isoformat() if hasattr(value, "isoformat") else value
