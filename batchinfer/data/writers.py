@@ -35,7 +35,7 @@ def is_left_over(name: str, age_s: float) -> bool:
 
 @cache
 def _mark(pid: int) -> str:
-    return f"{_scope_hash()}~{pid}~{process_start(pid) or ''}"
+    return f"{_scope_hash()}~{pid}~{start_ticks(pid) or ''}"
 
 
 def _scope_hash() -> str:
@@ -51,7 +51,7 @@ def process_scope() -> str:
         return f"{socket.gethostname()}/unknown/{os.getpid()}"  # equals no other: such a process is never called dead
 
 
-def process_start(pid: int) -> str | None:
+def start_ticks(pid: int) -> str | None:
     """When a process of this scope started, in ticks since boot; None where it is a zombie, not there, or hidden.
 
     Tells a process from a later one with the same pid.
@@ -61,7 +61,7 @@ def process_start(pid: int) -> str | None:
 
 
 def is_dead(pid: int, start: str) -> bool | None:
-    """Whether the process of this scope that had this pid and `process_start` is gone (a zombie is). None where that
+    """Whether the process of this scope that had this pid and `start_ticks` is gone (a zombie is). None where that
     can't be known: `start` is empty, or /proc hides the processes of other users (its option hidepid)."""
     if not start:
         return None

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 from batchinfer.data.fs import LocalStore, Store
-from batchinfer.data.writers import is_dead, process_scope, process_start
+from batchinfer.data.writers import is_dead, process_scope, start_ticks
 from batchinfer.errors import BatchinferError, Interrupted, ResumeRefused
 from batchinfer.job.layout import STATE_FOLDER
 
@@ -57,7 +57,7 @@ class DriverProcess:
     @classmethod
     def current(cls) -> DriverProcess:
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, process_scope(), process_start(pid) or "")
+        return cls(socket.gethostname(), pid, process_scope(), start_ticks(pid) or "")
 
     def dead_here(self) -> bool:
         """Whether it can be seen from this process that it is dead. False for processes of other machines, and

@@ -12,7 +12,7 @@
     OUT/__batchinfer/timings.json          how the last run's time went (`cluster.timings`)
     OUT/__batchinfer/{status.json,log.txt,tmp/,input/}
 
-Names only; nothing here touches a file system. Standard library only.
+Names only; nothing here touches the output folder. Standard library only.
 """
 
 from __future__ import annotations
