@@ -215,8 +215,8 @@ def _attention(
     position = tl.load(positions_ptr + member, mask=is_row, other=-1)
     dim = tl.arange(0, BLOCK_D)
     is_dim = dim < DIM
-    query_at = (token * (HEADS * GROUP) + head)[:, None] * DIM + dim
-    q = tl.load(q_ptr + query_at, mask=is_row[:, None] & is_dim, other=0.0)
+    query_at = ((token * (HEADS * GROUP) + head) * DIM)[:, None]
+    q = tl.load(q_ptr + query_at + dim, mask=is_row[:, None] & is_dim, other=0.0)
     if FORMAT == 0:
         q = q.to(k_ptr.dtype.element_ty)
     head_size: tl.constexpr = SLOTS * DIM if FORMAT != 2 else SLOTS * (DIM + 4)
@@ -259,10 +259,10 @@ def _attention(
     if FORMAT == 1:
         factor *= tl.load(v_scales_ptr + kv_head)
     result = sums * factor[:, None]
-    tl.store(out_ptr + query_at, result.to(out_ptr.dtype.element_ty), mask=is_whole[:, None] & is_dim)
+    tl.store(out_ptr + query_at + dim, result.to(out_ptr.dtype.element_ty), mask=is_whole[:, None] & is_dim)
     is_part = entry >= 0
     part = entry.to(tl.int64) * (HEADS * GROUP) + head
-    tl.store(partial_ptr + part[:, None] * DIM + dim, result, mask=is_part[:, None] & is_dim)
+    tl.store(partial_ptr + (part * DIM)[:, None] + dim, result, mask=is_part[:, None] & is_dim)
     tl.store(log_sums_ptr + part, log_sum, mask=is_part)
 
 

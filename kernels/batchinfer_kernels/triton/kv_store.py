@@ -24,6 +24,13 @@ from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import CAPABILITIES, config
 
 DEFAULTS = {capability: {"BLOCK_T": 4, "num_warps": 4, "num_stages": 1} for capability in CAPABILITIES}
+# Into float8, heads of up to 128 dimensions: 4 tokens at a time need a stack from sm_90 on.
+FP8_DEFAULTS = {**DEFAULTS, **{capability: {**DEFAULTS[capability], "BLOCK_T": 8} for capability in (90, 100)}}
+
+
+def defaults_of(cache_format: int, head_dim: int) -> tuple[str, dict[int, dict[str, int]]]:
+    """The name of a store's configurations, and the defaults by capability."""
+    return ("kv_store_fp8", FP8_DEFAULTS) if cache_format == FP8 and head_dim <= 128 else ("kv_store", DEFAULTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +288,7 @@ def store(
     cache_format = format_of(k_cache.dtype)
     writes_q = half > 0 or at.q_weight is not None or cache_format == INT8
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if writes_q else q.contiguous()
-    launch: dict[str, Any] = dict(config("kv_store", DEFAULTS, q.device))
+    launch: dict[str, Any] = dict(config(*defaults_of(cache_format, head_dim), q.device))
     programs = (triton.cdiv(tokens, launch["BLOCK_T"]) + len(plan.fresh_blocks)) * num_kv_heads
     if programs:
         _store[(programs,)](
@@ -359,7 +366,7 @@ def variants() -> Iterator[Variant]:
                     "BLOCK_S": 16,
                     "BLOCK_D": triton.next_power_of_2(dim),
                 },
-                configs=DEFAULTS,
+                configs=defaults_of(number, dim)[1],
                 unaligned=frozenset({"num_tokens"}),
                 is_default=dim == 128 and number != FP8,
             )

@@ -20,12 +20,12 @@ from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import CAPABILITIES, Config, config
 
 KIND = "latent_attention"
-# On sm_90 too few rows for its warpgroup instructions: 64 of them, with sums of 512 numbers each, spilled registers in
-# every form that was tried.
+# From sm_90 on too few rows for the instructions of warpgroups and of tensor memory: 64 of them, with sums of 512
+# numbers each, spilled registers, on sm_90 in every form that was tried, on sm_100 for 16 heads.
 DEFAULTS = {
     80: {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2},
     90: {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2},
-    100: {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2},
+    100: {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2},
 }
 STORE_DEFAULTS = {capability: {"BLOCK_T": 4, "num_warps": 4, "num_stages": 1} for capability in CAPABILITIES}
 

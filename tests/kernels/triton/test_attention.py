@@ -230,6 +230,7 @@ def test_a_sick_token_is_kept_from_those_before_it(where: int, kv_dtype: torch.d
     assert found[sick:, :3].isnan().all()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # in tanh, which then is 1
 @pytest.mark.parametrize("softcap", [None, 50.0])
 def test_large_scores_stay_finite(softcap: float | None) -> None:
     spec = spec_of(16, softcap=softcap)
