@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer_kernels import determinism
+from batchinfer_kernels import determinism, triton_outlook
 from batchinfer_kernels.native import outlook
 
 from batchinfer.errors import ConfigError
@@ -20,7 +20,7 @@ USER = "user"
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8")
 KV_CACHE_DTYPES = (*DTYPES, "int8")
-KERNELS = ("native", "cpu", "reference")
+KERNELS = ("native", "cpu", "reference", "triton")
 # Named by the field's users, and refused by name until they are there.
 PLANNED = {"quantization": ("int4", "fp8"), "kv_cache_dtype": ("fp8",)}
 VNNI = "this CPU has AVX-512 VNNI"
@@ -33,12 +33,15 @@ class Machine:
     vector_level     of float32: `determinism.instruction_level`
     product_level    of int8 and bfloat16: `determinism.product_level`
     obstacle, mend   why native kernels can't be used, and what would help; None where they can, or where nothing would
+    triton_on_cpu, triton_on_gpu   why Triton's kernels can't be used there; None where they can
     """
 
     vector_level: str
     product_level: str
     obstacle: str | None = None
     mend: str | None = None
+    triton_on_cpu: str | None = triton_outlook.NOT_INSTALLED
+    triton_on_gpu: str | None = triton_outlook.NOT_INSTALLED
 
 
 def this_machine() -> Machine:
@@ -48,6 +51,8 @@ def this_machine() -> Machine:
         product_level=determinism.product_level(),
         obstacle=None if found is None else found.reason,
         mend=None if found is None else found.mend,
+        triton_on_cpu=triton_outlook.obstacle(on_cpu=True),
+        triton_on_gpu=triton_outlook.obstacle(on_cpu=False),
     )
 
 
@@ -101,7 +106,11 @@ def resolve_arithmetic(
         put("quantization", quantization, ("none", "auto: a fake model"))
         put("kv_cache_dtype", kv_cache_dtype, (chosen, "auto: model.dtype"))
         return Arithmetic(**values, instruction_level=None, sources=sources | {"instruction_level": "model"})
-    used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else ("cpu", "auto: plain torch"))
+    types = chosen if kv_cache_dtype == "auto" else f"{chosen}, {kv_cache_dtype}"
+    unfit = _unfit_for_triton(machine, on_cpu=on_cpu, quantization=quantization, types=types)
+    used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else _auto_gpu_kernels(unfit))
+    if kernels == "triton" and unfit is not None:
+        raise ConfigError(f"engine.kernels triton can't be used here: {unfit}")
     if kernels == "native" and machine.obstacle is not None:
         raise ConfigError(
             f"engine.kernels native can't be used here: {_with_mend(machine)}, or set engine.kernels to cpu"
@@ -161,6 +170,26 @@ def _auto_kernels(machine: Machine) -> tuple[str, str]:
     if machine.obstacle is None:
         return "native", f"auto: {VNNI}"
     return "cpu", f"auto: native kernels can't be used here: {machine.obstacle}"
+
+
+def _auto_gpu_kernels(unfit: str | None) -> tuple[str, str]:
+    if unfit is None:
+        return "triton", "auto: a GPU"
+    return "cpu", f"auto: plain torch, since triton can't be used: {unfit}"
+
+
+def _unfit_for_triton(machine: Machine, *, on_cpu: bool, quantization: str, types: str) -> str | None:
+    """Why Triton's kernels can't be used; `types` of hidden states and KV cache, in words. None where they can."""
+    obstacle = machine.triton_on_cpu if on_cpu else machine.triton_on_gpu
+    if obstacle is not None:
+        return obstacle
+    if quantization not in ("auto", "none"):
+        return f"model.quantization {quantization} is not there with it yet; use none, or engine.kernels cpu"
+    if on_cpu and "bfloat16" in types:
+        return "Triton's interpreter computes wrong numbers in bfloat16; use float32 or float16"
+    if not on_cpu and "float32" in types:
+        return "its tiles of float32 do not fit a GPU's shared memory; use bfloat16 or float16, or engine.kernels cpu"
+    return None
 
 
 def _auto_quantization(dtype: str, kernels: str, kernels_source: str) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """Running planned attention: one object per KV group, `plan` once per step, `run` once per layer.
 
 `AttentionBackend` is what a runner needs of one, `make_attention` picks one. `TiledAttention` is plain torch on any
-device, `native.NativeAttention` C over a packed cache in bfloat16 or int8. What is computed is said in
-`batchinfer_kernels.reference` and `kv8`.
+device, `native.NativeAttention` C over a packed cache in bfloat16 or int8, `triton.TritonAttention` for GPUs. What is
+computed is said in `batchinfer_kernels.reference` and `kv8`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from batchinfer_kernels.cpu import attend_tiles, merge_tiles
 from batchinfer_kernels.native import attention as native_attention
 from batchinfer_kernels.native.attention import TileLayer
 from batchinfer_kernels.table import Ops
+from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
 from batchinfer.attention.native import NativeAttention
@@ -47,9 +48,20 @@ class AttentionBackend(Protocol):
     def plan(self, batch: StepBatch) -> Any: ...
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, *, spec: AttentionSpec
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Any,
+        *,
+        spec: AttentionSpec,
+        turning: Turning | None = None,
     ) -> Tensor:
-        """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe."""
+        """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe.
+
+        turning: see `ForwardContext.attend`."""
         ...
 
 
@@ -61,15 +73,28 @@ def make_attention(
     block_size: int,
     split_size: int,
     device: torch.device,
+    deterministic: bool = True,
 ) -> AttentionBackend:
-    """Attention with KV caches in kv_dtype: in C where `why_tiled` has nothing against it."""
-    if why_tiled(spec, ops, kv_dtype=kv_dtype, block_size=block_size, split_size=split_size) is None:
+    """Attention with KV caches in kv_dtype: Triton's with Triton's operations, else in C where `why_not_c` has nothing
+    against it. `deterministic`: see `TritonAttention`; the others always are. Raises ConfigError."""
+    if ops.backend == "triton":
+        from batchinfer.attention.triton import TritonAttention  # imports triton, which need not be there
+
+        return TritonAttention(
+            spec,
+            block_size=block_size,
+            split_size=split_size,
+            device=device,
+            kv_dtype=kv_dtype,
+            deterministic=deterministic,
+        )
+    if why_not_c(spec, ops, kv_dtype=kv_dtype, block_size=block_size, split_size=split_size) is None:
         return NativeAttention(spec, block_size=block_size, split_size=split_size, kv_dtype=kv_dtype)
     return TiledAttention(spec, ops, block_size=block_size, split_size=split_size, device=device, kv_dtype=kv_dtype)
 
 
-def why_tiled(spec: AttentionSpec, ops: Ops, *, kv_dtype: torch.dtype, block_size: int, split_size: int) -> str | None:
-    """Why a KV group's attention runs in torch, or None where it runs in C."""
+def why_not_c(spec: AttentionSpec, ops: Ops, *, kv_dtype: torch.dtype, block_size: int, split_size: int) -> str | None:
+    """Why a KV group's attention does not run in C, or None where it does."""
     if ops.backend != "native":
         return f"kernels are {ops.backend}"
     if kv_dtype not in native_attention.FORMATS:
@@ -141,8 +166,10 @@ class TiledAttention:
         plan: AttentionPlan,
         *,
         spec: AttentionSpec,
+        turning: Turning | None = None,
     ) -> Tensor:
         """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe."""
+        assert turning is None
         self._reserve(plan, k_cache)
         dtype = q.dtype
         if k_cache.dtype == torch.int8:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from batchinfer_kernels.native.attention import TileLayer, TileStep
+from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
 from batchinfer.attention.backend import AttentionBackend
@@ -31,8 +32,10 @@ class ForwardContext(Protocol):
     @property
     def wanted(self) -> Tensor | None: ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores k, v [T, Hk, D] (after rotation) for a layer; attention of q [T, Hq, D], in q's shape and dtype."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turning: Turning | None = None) -> Tensor:
+        """Stores k, v [T, Hk, D] (after rotation) for a layer; attention of q [T, Hq, D], in q's shape and dtype.
+
+        turning: norms and rotation that q and k have not had yet, where `Ops.turns` says that attention does them."""
         ...
 
     def in_c(self) -> list[tuple[TileLayer, TileStep]] | None:
@@ -63,9 +66,10 @@ class PagedContext:
     plans: Sequence[Any]
     wanted: Tensor | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turning: Turning | None = None) -> Tensor:
         at = self.layers[layer]
-        return self.backends[at.group].run(q, k, v, at.k_cache, at.v_cache, self.plans[at.group], spec=at.spec)
+        backend, plan = self.backends[at.group], self.plans[at.group]
+        return backend.run(q, k, v, at.k_cache, at.v_cache, plan, spec=at.spec, turning=turning)
 
     def in_c(self) -> list[tuple[TileLayer, TileStep]] | None:
         found = []
@@ -88,7 +92,8 @@ class DenseContext:
     def in_c(self) -> None:
         return None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turning: Turning | None = None) -> Tensor:
+        assert turning is None
         spec = self.specs[layer]
         group = spec.num_heads // spec.num_kv_heads
         keys = k.float().repeat_interleave(group, dim=1)

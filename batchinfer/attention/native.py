@@ -11,6 +11,7 @@ import torch
 from batchinfer_kernels.native import attention
 from batchinfer_kernels.native.attention import TileLayer, TileStep
 from batchinfer_kernels.probe import STRICT
+from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
 from batchinfer.attention.spec import AttentionSpec
@@ -66,8 +67,10 @@ class NativeAttention:
         plan: TileStep,
         *,
         spec: AttentionSpec,
+        turning: Turning | None = None,
     ) -> Tensor:
         """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe."""
+        assert turning is None
         size = attention.partial_size(plan)
         if self._partial.numel() < size:
             self._partial = torch.empty(size + size // 4)

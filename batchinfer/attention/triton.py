@@ -17,6 +17,7 @@ from batchinfer_kernels.triton.attention import (
     FEW,
     KIND,
     MANY,
+    MAX_HEAD_DIM,
     NOTHING,
     WHOLE,
     TileGroup,
@@ -25,10 +26,12 @@ from batchinfer_kernels.triton.attention import (
     launch_config,
 )
 from batchinfer_kernels.triton.merge import merge_splits
+from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.attention.tiles import AttentionShape, Ints, StepBatch, Tiles, cut_tiles, find_slots, ranges, starts_of
+from batchinfer.errors import ConfigError
 
 # Arrays of a plan travel in one piece, and each begins at a multiple of so many numbers: kernels are compiled for
 # aligned addresses.
@@ -56,6 +59,14 @@ class TritonAttention:
     ) -> None:
         if split_size % block_size:
             raise ValueError(f"split_size {split_size} is not a multiple of block_size {block_size}")
+        if spec.head_dim > MAX_HEAD_DIM:
+            raise ConfigError(
+                f"engine.kernels triton: heads have {spec.head_dim} dimensions, at most {MAX_HEAD_DIM} can be; use cpu"
+            )
+        if kv_dtype == torch.int8 and block_size % 4:
+            raise ConfigError(
+                f"engine.block_size {block_size} must be a multiple of 4 for an int8 KV cache of engine.kernels triton"
+            )
         self.kv_dtype = kv_dtype
         group = spec.num_heads // spec.num_kv_heads
         self._kinds: dict[int, str] = {}
@@ -99,7 +110,7 @@ class TritonAttention:
         plan: TilePlan,
         *,
         spec: AttentionSpec,
-        turning: kv_store.Turning | None = None,
+        turning: Turning | None = None,
         sinks: Tensor | None = None,
         k_scales: Tensor | None = None,
         v_scales: Tensor | None = None,
@@ -195,7 +206,7 @@ class TritonLatentAttention:
         plan: TilePlan,
         *,
         scale: float,
-        turning: kv_store.Turning | None = None,
+        turning: Turning | None = None,
     ) -> Tensor:
         """Stores latents [T, C] and rotated [T, R] after `turning` and returns the weighted latents [T, H, C] of q
         [T, H, C + R], which is turned already. Not thread-safe."""

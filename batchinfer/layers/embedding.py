@@ -47,7 +47,8 @@ class LMHead(Linear):
         )
 
     def forward(self, x: Any, residual: Tensor | None = None) -> Tensor:
-        return super().forward(x, residual).float()
+        assert residual is None
+        return self.weights.logits(x)
 
     def argmax(self, x: Any) -> tuple[Tensor, Tensor]:
         """(int64 [S], the token with the largest logit, of equal ones the lowest; bool [S], whether all logits of the

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from batchinfer_kernels.native.attention import TileLayer, TileStep
 from batchinfer_kernels.native.decoder import DecoderWeights, NativeDecoder
+from batchinfer_kernels.turning import Turning
 from torch import Tensor, nn
 
 from batchinfer.attention.context import ForwardContext
@@ -55,13 +56,22 @@ class Attention(nn.Module):
         q = q.view(num_tokens, self.num_heads, self.head_dim)
         k = k.view(num_tokens, self.num_kv_heads, self.head_dim)
         v = v.view(num_tokens, self.num_kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.ops.rope(q, k, cos, sin)
-        out = ctx.attend(self.layer, q, k, v).reshape(num_tokens, self.num_heads * self.head_dim)
+        turning = None
+        if self.ops.turns:
+            turning = self._turning(cos, sin)
+        else:
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.ops.rope(q, k, cos, sin)
+        out = ctx.attend(self.layer, q, k, v, turning).reshape(num_tokens, self.num_heads * self.head_dim)
         if wanted is not None:
             out, residual = out.index_select(0, wanted), residual.index_select(0, wanted)
         return self.o.forward(out, residual)
+
+    def _turning(self, cos: Tensor, sin: Tensor) -> Turning:
+        if self.q_norm is None or self.k_norm is None:
+            return Turning(cos=cos, sin=sin)
+        return Turning(cos=cos, sin=sin, q_weight=self.q_norm.weight, k_weight=self.k_norm.weight, eps=self.q_norm.eps)
 
 
 class MLP(nn.Module):

@@ -73,6 +73,9 @@ class Int8Weights:
     def linear(self, x: Tensor | QuantizedRows, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         return self._ops.linear(self._rows(x), self.params, bias, residual)
 
+    def logits(self, x: Tensor | QuantizedRows) -> Tensor:
+        return self.linear(x, None, None).float()
+
     def gated(self, x: Tensor | QuantizedRows, bias: Tensor | None) -> QuantizedRows:
         return self._ops.gated(self._rows(x), self.params, bias)
 

@@ -51,8 +51,12 @@ class LinearWeights(Protocol):
         """silu(gate) * up for [gate | up] = x W^T + bias, as this scheme's products take it."""
         ...
 
+    def logits(self, x: Any) -> Tensor:
+        """x W^T as float32 [T, N]."""
+        ...
+
     def argmax(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Of y = x W^T: (int64 [T], the index of each row's largest value, of equal ones the lowest; bool [T],
+        """Of y = logits(x): (int64 [T], the index of each row's largest value, of equal ones the lowest; bool [T],
         whether all of the row are finite). Does not hold [T, N] where it can be avoided."""
         ...
 

@@ -43,8 +43,10 @@ class PlainWeights:
         return self._ops.rms_norm(x, weight, eps)
 
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        y = self._ops.linear(x, self._weight, bias)
-        return y if residual is None else residual.add_(y)
+        return self._ops.linear(x, self._weight, bias, residual)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self._ops.logits(x, self._weight)
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._ops.silu_and_mul(self._ops.linear(x, self._weight, bias))

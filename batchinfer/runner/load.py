@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from batchinfer_kernels.determinism import prepare
 from batchinfer_kernels.native import library, outlook
-from batchinfer_kernels.probe import RowFacts, find_row_rule
+from batchinfer_kernels.probe import STRICT, RowFacts, RowRule, find_row_rule
 from batchinfer_kernels.table import resolve
 
 from batchinfer.arithmetic import USER, Arithmetic, resolve_arithmetic, this_machine
-from batchinfer.attention.backend import make_attention, why_tiled
+from batchinfer.attention.backend import make_attention, why_not_c
 from batchinfer.attention.tiles import product_tiles
 from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError
@@ -64,15 +64,12 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     facts["torch"] = Fact(torch.__version__, "installed")
 
     max_model_len = max_model_len or config.max_model_len or files.max_model_len
-    row_facts = _probe(files, config, device, DTYPES[arithmetic.dtype])
-    facts["row_rule"] = Fact(str(row_facts.rule), f"measured with {row_facts.threads} threads")
-    facts["batch_invariant"] = Fact(row_facts.holds, "measured")
-    if not row_facts.holds:
-        _log.warning(
-            "products of this machine's BLAS differ with the number of rows or threads whatever their size: "
-            "completions may differ between batches"
-        )
-    ops = resolve(arithmetic.kernels, device, rows=row_facts.rule)
+    if arithmetic.kernels == "triton":  # no product is torch's
+        rows = STRICT
+        facts["batch_invariant"] = Fact(config.deterministic, "engine.deterministic")
+    else:
+        rows = _row_rule(_probe(files, config, device, DTYPES[arithmetic.dtype]), facts)
+    ops = resolve(arithmetic.kernels, device, rows=rows, deterministic=config.deterministic)
     model = load_model(
         files,
         dtype=arithmetic.dtype,
@@ -102,9 +99,12 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     kv_dtype = KV_CACHE_DTYPES[arithmetic.kv_cache_dtype]
     sizes = {"block_size": config.block_size, "split_size": config.split_size}
     group_specs = [specs[layout.group_of_layer.index(group)] for group in range(len(layout.windows))]
-    backends = tuple(make_attention(spec, ops, kv_dtype=kv_dtype, device=device, **sizes) for spec in group_specs)
-    tiled = why_tiled(group_specs[0], ops, kv_dtype=kv_dtype, **sizes)
-    facts["attention"] = Fact(backends[0].name, tiled or "the KV cache's type")
+    backends = tuple(
+        make_attention(spec, ops, kv_dtype=kv_dtype, device=device, deterministic=config.deterministic, **sizes)
+        for spec in group_specs
+    )
+    not_c = why_not_c(group_specs[0], ops, kv_dtype=kv_dtype, **sizes)
+    facts["attention"] = Fact(backends[0].name, not_c or "the KV cache's type")
     block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
     # Engines that share a machine each have some of its cores; each takes that part of its memory.
     share = FREE_SHARE * (min(1.0, threads / max(1, num_cores())) if on_cpu else 1.0)
@@ -217,6 +217,18 @@ def _probe(files: ModelFiles, config: EngineConfig, device: torch.device, dtype:
         block_size=config.block_size,
     )
     return find_row_rule(shapes, attention=lambda rule: tiles(rule=rule), dtype=dtype, device=str(device))
+
+
+def _row_rule(found: RowFacts, facts: dict[str, Fact]) -> RowRule:
+    """The rule that was found; says so in `facts`, and warns where not even it holds."""
+    facts["row_rule"] = Fact(str(found.rule), f"measured with {found.threads} threads")
+    facts["batch_invariant"] = Fact(found.holds, "measured")
+    if not found.holds:
+        _log.warning(
+            "products of this machine's BLAS differ with the number of rows or threads whatever their size: "
+            "completions may differ between batches"
+        )
+    return found.rule
 
 
 def _number(value: int | str, auto: int) -> int:

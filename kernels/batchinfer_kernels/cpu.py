@@ -26,16 +26,27 @@ SUM_WIDTH = 64
 def make_linear(rule: RowRule) -> Callable[..., Tensor]:
     """`reference.linear` that gives a row the same bytes in every batch."""
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         tiles = _output_tiles(weight)
         if len(tiles) == 1:
-            return product(x, weight, bias, rule)
-        y = x.new_empty(x.shape[0], weight.shape[0])
-        for tile in tiles:
-            y[:, tile] = product(x, weight[tile], None if bias is None else bias[tile], rule)
-        return y
+            y = product(x, weight, bias, rule)
+        else:
+            y = x.new_empty(x.shape[0], weight.shape[0])
+            for tile in tiles:
+                y[:, tile] = product(x, weight[tile], None if bias is None else bias[tile], rule)
+        return y if residual is None else residual.add_(y)
 
     return linear
+
+
+def make_logits(rule: RowRule) -> Callable[[Tensor, Tensor], Tensor]:
+    """`reference.logits` of the outputs that `make_linear` gives."""
+    linear = make_linear(rule)
+
+    def logits(x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight).float()
+
+    return logits
 
 
 def make_linear_argmax(rule: RowRule) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -17,13 +17,19 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y[T, N] = x[T, H] weight[N, H]^T + bias[N]."""
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    """y[T, N] = x[T, H] weight[N, H]^T + bias[N], or residual + y, for which residual [T, N] may be overwritten."""
+    y = F.linear(x, weight, bias)
+    return y if residual is None else residual.add_(y)
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """linear(x, weight) as float32 [T, V]. (Where products are not rounded to x's type in between: `head.logits`.)"""
+    return linear(x, weight).float()
 
 
 def linear_argmax(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of y = linear(x, weight): (int64 [T], the index of each row's largest value, of equal ones the lowest; bool
+    """Of logits(x, weight): (int64 [T], the index of each row's largest value, of equal ones the lowest; bool
     [T], whether all of the row are finite)."""
     y = linear(x, weight)
     return y.argmax(-1), y.isfinite().all(-1)

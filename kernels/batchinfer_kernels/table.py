@@ -14,18 +14,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchinfer_kernels import cpu, reference
+from batchinfer_kernels import cpu, reference, triton_outlook
 from batchinfer_kernels.int8 import Int8Ops, ReferenceInt8
 from batchinfer_kernels.native import library, rope
 from batchinfer_kernels.native.decoder import NativeDecoder
 from batchinfer_kernels.native.int8 import NativeInt8
 from batchinfer_kernels.probe import STRICT, RowRule
 
-BACKENDS = ("reference", "cpu", "native")
+BACKENDS = ("reference", "cpu", "native", "triton")
 
 
 class Linear(Protocol):
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class KVWrite(Protocol):
@@ -42,11 +44,13 @@ class Ops:
     row_rule  how `linear`, and attention's own products, keep independent of the number of rows
     decoder   all of a model's int8 layers in one call, with the bytes that the operations one by one would give; None
               where there is no such thing
+    turns     whether attention of this backend norms heads and rotates them itself, told by a `turning.Turning`
     """
 
     backend: str
     row_rule: RowRule
     linear: Linear
+    logits: Callable[[Tensor, Tensor], Tensor]
     linear_argmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     embedding: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -55,17 +59,25 @@ class Ops:
     kv_write: KVWrite
     int8: Int8Ops
     decoder: type[NativeDecoder] | None
+    turns: bool = False
 
 
-def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: RowRule = STRICT) -> Ops:
-    """The table for a backend on a device. `rows` says how products keep independent of their number of rows.
+def resolve(
+    backend: str = "auto", device: str | torch.device = "cpu", *, rows: RowRule = STRICT, deterministic: bool = True
+) -> Ops:
+    """The table for a backend on a device. `rows` says how torch's products keep independent of their number of rows,
+    `deterministic` whether Triton's do.
 
-    "auto" is the fastest backend that the device has. Raises ValueError for a backend that does not exist, and
-    NativeUnavailable for "native" where it can't be used.
+    "auto" is the fastest backend that the device has. Raises ValueError for a backend that does not exist or can't be
+    used on the device, and NativeUnavailable for "native" where it can't be used.
     """
     kind = torch.device(device).type
     if backend == "auto":  # "cpu" is plain torch: right on every device
-        backend = "native" if kind == "cpu" and library.available() is None else "cpu"
+        backend = "cpu"
+        if kind == "cpu" and library.available() is None:
+            backend = "native"
+        elif kind == "cuda" and triton_outlook.obstacle(on_cpu=False) is None:
+            backend = "triton"
     if backend not in BACKENDS:
         raise ValueError(f"kernel backend {backend!r} does not exist for {kind}; there are: {', '.join(BACKENDS)}")
     if backend == "reference":
@@ -73,6 +85,7 @@ def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: 
             backend=backend,
             row_rule=rows,
             linear=reference.linear,
+            logits=reference.logits,
             linear_argmax=reference.linear_argmax,
             embedding=reference.embedding,
             rms_norm=reference.rms_norm,
@@ -82,12 +95,19 @@ def resolve(backend: str = "auto", device: str | torch.device = "cpu", *, rows: 
             int8=ReferenceInt8(rows),
             decoder=None,
         )
+    if backend == "triton":
+        if (obstacle := triton_outlook.obstacle(on_cpu=kind == "cpu")) is not None:
+            raise ValueError(f"kernel backend 'triton' can't be used on {kind}: {obstacle}")
+        from batchinfer_kernels.triton.ops import make_ops  # imports triton, which need not be there
+
+        return make_ops(deterministic=deterministic)
     if backend == "native":
         library.load()
     return Ops(
         backend=backend,
         row_rule=rows,
         linear=cpu.make_linear(rows),
+        logits=cpu.make_logits(rows),
         linear_argmax=cpu.make_linear_argmax(rows),
         embedding=reference.embedding,
         rms_norm=reference.rms_norm,

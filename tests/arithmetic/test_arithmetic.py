@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from batchinfer.modelfiles import ModelFiles, TokenizerFiles, open_model
 MEND = "install gcc"
 SUITED = Machine(vector_level="avx512", product_level="avx512_bf16")
 NO_COMPILER = Machine(vector_level="avx512", product_level="avx512_vnni", obstacle="no C compiler", mend=MEND)
+GPU = replace(NO_COMPILER, triton_on_cpu="no GPU", triton_on_gpu=None)
 OLDER = Machine(vector_level="avx2", product_level="avx2", obstacle="this processor lacks avx512f")
+INTERPRETER = replace(OLDER, triton_on_cpu=None)
 
 
 def resolved(machine: Machine, *, stored: str = "bfloat16", **options: Any) -> Arithmetic:
@@ -56,6 +59,17 @@ INT8 = ("float32", "int8", "int8", "native", "avx512_bf16")
         (OLDER, {"dtype": "bfloat16"}, ("bfloat16", "none", "bfloat16", "cpu", "avx2")),
         (SUITED, {"device": "cuda"}, ("bfloat16", "none", "bfloat16", "cpu", None)),
         (SUITED, {"device": "cuda:1", "quantization": "int8"}, ("float32", "int8", "float32", "cpu", None)),
+        (GPU, {"device": "cuda"}, ("bfloat16", "none", "bfloat16", "triton", None)),
+        (GPU, {"device": "cuda", "kernels": "triton"}, ("bfloat16", "none", "bfloat16", "triton", None)),
+        (GPU, {"device": "cuda", "dtype": "float16"}, ("float16", "none", "float16", "triton", None)),
+        (GPU, {"device": "cuda", "kv_cache_dtype": "int8"}, ("bfloat16", "none", "int8", "triton", None)),
+        (GPU, {"device": "cuda", "kernels": "cpu"}, ("bfloat16", "none", "bfloat16", "cpu", None)),
+        # What Triton's kernels are not for falls to plain torch.
+        (GPU, {"device": "cuda", "dtype": "float32"}, ("float32", "none", "float32", "cpu", None)),
+        (GPU, {"device": "cuda", "kv_cache_dtype": "float32"}, ("bfloat16", "none", "float32", "cpu", None)),
+        (GPU, {"device": "cuda", "quantization": "int8"}, ("float32", "int8", "float32", "cpu", None)),
+        (GPU, {}, ("float32", "none", "float32", "cpu", "avx512")),
+        (INTERPRETER, {"kernels": "triton"}, ("float32", "none", "float32", "triton", "avx2")),
     ],
 )
 def test_what_auto_becomes(machine: Machine, options: dict[str, str], expected: tuple[Any, ...]) -> None:
@@ -119,7 +133,7 @@ def test_what_could_be_faster_is_said_with_how_to_mend_it(
         ({"quantization": "awq"}, r"model\.quantization must be auto, none or int8, got 'awq'"),
         ({"kv_cache_dtype": "fp8"}, r"model\.kv_cache_dtype: 'fp8' is planned"),
         ({"kv_cache_dtype": "half"}, r"model\.kv_cache_dtype must be auto, float32 or bfloat16 or float16 or int8"),
-        ({"kernels": "triton"}, r"engine\.kernels must be auto"),
+        ({"kernels": "cuda"}, r"engine\.kernels must be auto"),
         ({"dtype": "half"}, r"model\.dtype must be auto"),
         ({"dtype": "bfloat16", "quantization": "int8"}, "don't go together"),
     ],
@@ -134,6 +148,22 @@ def test_kernels_that_were_asked_for_and_can_not_be_had() -> None:
         resolved(NO_COMPILER, kernels="native")
     with pytest.raises(ConfigError, match=r"here: this processor lacks avx512f, or set engine\.kernels to cpu"):
         resolved(OLDER, kernels="native")
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "says"),
+    [
+        (SUITED, {"device": "cuda"}, "the package triton is not installed"),
+        (GPU, {}, "no GPU"),
+        (GPU, {"device": "cuda", "dtype": "float32"}, "float32 do not fit a GPU's shared memory"),
+        (GPU, {"device": "cuda", "kv_cache_dtype": "float32"}, "float32 do not fit a GPU's shared memory"),
+        (GPU, {"device": "cuda", "quantization": "int8"}, r"model\.quantization int8 is not there with it yet"),
+        (INTERPRETER, {"dtype": "bfloat16"}, "interpreter computes wrong numbers in bfloat16"),
+    ],
+)
+def test_triton_where_it_can_not_be_had(machine: Machine, options: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.kernels triton can't be used here: .*{says}"):
+        resolved(machine, kernels="triton", **options)
 
 
 def test_a_fake_model_computes_nothing() -> None:

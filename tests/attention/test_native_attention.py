@@ -13,7 +13,7 @@ from batchinfer_kernels.native import attention, library
 from batchinfer_kernels.table import resolve
 from torch import Tensor
 
-from batchinfer.attention.backend import TiledAttention, make_attention, why_tiled
+from batchinfer.attention.backend import TiledAttention, make_attention, why_not_c
 from batchinfer.attention.native import NativeAttention
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.attention.tiles import StepBatch
@@ -228,7 +228,7 @@ def test_it_is_chosen_for_a_bfloat16_cache_that_fits() -> None:
         other = make_attention(at, ops, kv_dtype=kv_dtype, device=device, **(sizes | more))
         assert isinstance(other, TiledAttention)
         assert other.new_caches(2)[0].dtype == kv_dtype
-        assert why_tiled(at, ops, kv_dtype=kv_dtype, **(sizes | more)) == reason
+        assert why_not_c(at, ops, kv_dtype=kv_dtype, **(sizes | more)) == reason
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

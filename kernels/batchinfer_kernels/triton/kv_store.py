@@ -10,7 +10,6 @@ other, a head's tokens too: what a program of `attention` reads of one block is 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from batchinfer_kernels import kv8
 from batchinfer_kernels.triton.attention import FP8, INT8, MAX_HEAD_DIM, PLAIN, TilePlan, format_of, scale_arguments
 from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import CAPABILITIES, config
+from batchinfer_kernels.turning import Turning
 
 DEFAULTS = {capability: {"BLOCK_T": 4, "num_warps": 4, "num_stages": 1} for capability in CAPABILITIES}
 # Into float8, heads of up to 128 dimensions: 4 tokens at a time need a stack from sm_90 on.
@@ -31,21 +31,6 @@ FP8_DEFAULTS = {**DEFAULTS, **{capability: {**DEFAULTS[capability], "BLOCK_T": 8
 def defaults_of(cache_format: int, head_dim: int) -> tuple[str, dict[int, dict[str, int]]]:
     """The name of a store's configurations, and the defaults by capability."""
     return ("kv_store_fp8", FP8_DEFAULTS) if cache_format == FP8 and head_dim <= 128 else ("kv_store", DEFAULTS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turning:
-    """What happens to q and k first.
-
-    cos, sin            float32 [T, R / 2] for the tokens' positions, or None: no rotation
-    q_weight, k_weight  [D] in q's dtype, the weights of the norms of each head, or None: no norms
-    """
-
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    q_weight: Tensor | None = None
-    k_weight: Tensor | None = None
-    eps: float = 0.0
 
 
 @triton.jit

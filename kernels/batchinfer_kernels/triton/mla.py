@@ -15,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels.triton.attention import LOG2_E, TilePlan, add_block, finish
-from batchinfer_kernels.triton.kv_store import Turning, is_finite, prepared
+from batchinfer_kernels.triton.kv_store import is_finite, prepared
 from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import CAPABILITIES, Config, config
+from batchinfer_kernels.turning import Turning
 
 KIND = "latent_attention"
 # From sm_90 on too few rows for the instructions of warpgroups and of tensor memory: 64 of them, with sums of 512

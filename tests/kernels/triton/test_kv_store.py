@@ -7,7 +7,8 @@ import torch
 from batchinfer_kernels import kv8, kv_fp8, reference
 from batchinfer_kernels.probe import STRICT
 from batchinfer_kernels.triton.attention import KIND, TilePlan
-from batchinfer_kernels.triton.kv_store import Turning, int8_parts, new_caches, store
+from batchinfer_kernels.triton.kv_store import int8_parts, new_caches, store
+from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
 from batchinfer.attention.tiles import AttentionShape

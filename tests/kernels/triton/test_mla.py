@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from batchinfer_kernels import mla, reference
-from batchinfer_kernels.triton.kv_store import Turning
 from batchinfer_kernels.triton.mla import store
+from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
 from batchinfer.attention.triton import TritonLatentAttention
