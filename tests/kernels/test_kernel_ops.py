@@ -189,5 +189,5 @@ def test_reference_attention_in_splits_equals_float64() -> None:
 
 
 def test_a_backend_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'quantum' does not exist for cpu; there are: reference, cpu, native, triton"):
+    with pytest.raises(ValueError, match=r"'quantum' does not exist for cpu; there are: reference, .*triton"):
         resolve("quantum")
