@@ -33,7 +33,7 @@ def without_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def use_shifts(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-mno-avx512bf16"))
     monkeypatch.setattr(library, "_loaded", library.open_library(cache=cache))
-    attention._function.cache_clear()
+    attention._functions.cache_clear()
 
 
 @pytest.fixture(params=["bf16 instructions", "shifts"])
@@ -41,7 +41,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.param == "shifts":
         use_shifts(monkeypatch, without_bf16)
     yield
-    attention._function.cache_clear()
+    attention._functions.cache_clear()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -128,7 +128,7 @@ def test_both_kinds_of_instructions_give_nearly_the_same(monkeypatch: pytest.Mon
     use_shifts(monkeypatch, without_bf16)
     shifting = Paged(spec, 5)
     results.append(shifting(q, k, v, batch))
-    attention._function.cache_clear()
+    attention._functions.cache_clear()
     assert torch.equal(with_instructions.k_cache.nan_to_num(9.0), shifting.k_cache.nan_to_num(9.0))
     assert torch.equal(with_instructions.v_cache.nan_to_num(9.0), shifting.v_cache.nan_to_num(9.0))
     assert (results[0] - results[1]).abs().max() < 2e-3
