@@ -157,6 +157,50 @@ def finish(top, total, sink):
 
 
 @triton.jit
+def tile_rows(row_block, start, count, members_ptr, positions_ptr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of rows [BLOCK_M] of a tile, GROUP for each of its queries: (whether there is one, the member, the head within
+    the group, the token int64, its position, -1 where there is none)."""
+    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = row < count * GROUP
+    member = start + row // GROUP
+    token = tl.load(members_ptr + member, mask=is_row, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + member, mask=is_row, other=-1)
+    return is_row, member, row % GROUP, token, position
+
+
+@triton.jit
+def first_block(begin, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the block of keys begins that has position `begin`: blocks count from the split's start."""
+    split_start = begin // SPLIT * SPLIT
+    return split_start + (begin - split_start) // BLOCK_N * BLOCK_N
+
+
+@triton.jit
+def store_rows(
+    result,  # float32 [BLOCK_M, BLOCK_D]
+    log_sum,  # float32 [BLOCK_M]
+    entry,  # [BLOCK_M], as in TilePlan
+    token,  # int64 [BLOCK_M]
+    head,  # [BLOCK_M]
+    out_ptr,  # [T, HEADS, DIM]
+    partial_ptr,  # float32 [E, HEADS, DIM]
+    log_sums_ptr,  # float32 [E, HEADS]
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    dim = tl.arange(0, BLOCK_D)
+    is_dim = dim < DIM
+    is_whole = entry == -1
+    out_at = ((token * HEADS + head) * DIM)[:, None] + dim
+    tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=is_whole[:, None] & is_dim)
+    is_part = entry >= 0
+    part = entry.to(tl.int64) * HEADS + head
+    tl.store(partial_ptr + (part * DIM)[:, None] + dim, result, mask=is_part[:, None] & is_dim)
+    tl.store(log_sums_ptr + part, log_sum, mask=is_part)
+
+
+@triton.jit(do_not_specialize=["table_width"])  # which differs from step to step
 def _attention(
     q_ptr,  # [T, Hq, D]
     k_ptr,  # the caches
@@ -207,12 +251,10 @@ def _attention(
     end = tl.load(end_ptr + tile)
     table_ptr = tables_ptr + tl.load(chunk_ptr + tile).to(tl.int64) * table_width
 
-    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row = row < count * GROUP
-    member = start + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    token = tl.load(members_ptr + member, mask=is_row, other=0).to(tl.int64)
-    position = tl.load(positions_ptr + member, mask=is_row, other=-1)
+    is_row, member, head, token, position = tile_rows(
+        row_block, start, count, members_ptr, positions_ptr, GROUP, BLOCK_M
+    )
+    head += kv_head * GROUP
     dim = tl.arange(0, BLOCK_D)
     is_dim = dim < DIM
     query_at = ((token * (HEADS * GROUP) + head) * DIM)[:, None]
@@ -226,10 +268,10 @@ def _attention(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    split_start = begin // SPLIT * SPLIT
-    for first in range(split_start + (begin - split_start) // BLOCK_N * BLOCK_N, end, BLOCK_N):
+    for first in range(first_block(begin, SPLIT, BLOCK_N), end, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
-        is_key = at < end
+        # Before `begin` may be blocks that have left the window, and are anybody's.
+        is_key = (at >= begin) & (at < end)
         block = tl.load(table_ptr + at // SLOTS, mask=is_key, other=0).to(tl.int64)
         head_at = (block * HEADS + kv_head) * head_size
         kv_at = (head_at + at % SLOTS * DIM)[:, None] + dim
@@ -251,19 +293,14 @@ def _attention(
         sums = tl.dot(weights.to(q.dtype), v, sums * shrink[:, None], input_precision="ieee")
 
     entry = tl.load(entries_ptr + member, mask=is_row, other=-2)
-    is_whole = entry == -1
     sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=is_whole, other=float("-inf")) * 1.4426950408889634
+        sink = tl.load(sinks_ptr + head, mask=entry == -1, other=float("-inf")) * 1.4426950408889634
     factor, log_sum = finish(top, total, sink)
     if FORMAT == 1:
         factor *= tl.load(v_scales_ptr + kv_head)
     result = sums * factor[:, None]
-    tl.store(out_ptr + query_at + dim, result.to(out_ptr.dtype.element_ty), mask=is_whole[:, None] & is_dim)
-    is_part = entry >= 0
-    part = entry.to(tl.int64) * (HEADS * GROUP) + head
-    tl.store(partial_ptr + (part * DIM)[:, None] + dim, result, mask=is_part[:, None] & is_dim)
-    tl.store(log_sums_ptr + part, log_sum, mask=is_part)
+    store_rows(result, log_sum, entry, token, head, out_ptr, partial_ptr, log_sums_ptr, HEADS * GROUP, DIM, BLOCK_D)
 
 
 def format_of(dtype: torch.dtype) -> int:
@@ -279,9 +316,23 @@ def scale_arguments(
         return k_cache.view(torch.float32), v_cache.view(torch.float32)
     if format_of(k_cache.dtype) == FP8:
         assert k_scales is not None and v_scales is not None
-        assert all(x.dtype == torch.float32 and x.shape == k_cache.shape[1:2] for x in (k_scales, v_scales))
+        for scales in (k_scales, v_scales):
+            assert scales.dtype == torch.float32 and scales.shape == k_cache.shape[1:2] and scales.is_contiguous()
         return k_scales, v_scales
     return k_cache, v_cache
+
+
+def plan_arguments(tiles: TileGroup, plan: TilePlan) -> tuple[Any, ...]:
+    """What kernels take of these, in their order."""
+    of_tiles = (tiles.start, tiles.count, tiles.chunk, tiles.begin, tiles.end)
+    return *of_tiles, plan.members, plan.positions, plan.entries, plan.block_tables, plan.block_tables.shape[1]
+
+
+def check_partial(plan: TilePlan, partial: Tensor, log_sums: Tensor, heads: int, dim: int) -> None:
+    """Asserts that the plan's partial results have a place in partial float32 [E, heads, dim] and log_sums float32
+    [E, heads]."""
+    assert partial.dtype == log_sums.dtype == torch.float32 and partial.is_contiguous() and log_sums.is_contiguous()
+    assert partial.numel() >= plan.num_entries * heads * dim and log_sums.numel() >= plan.num_entries * heads
 
 
 def attend(
@@ -315,10 +366,8 @@ def attend(
     assert k_cache.shape[2:] == row and v_cache.shape == k_cache.shape and v_cache.dtype == k_cache.dtype
     assert cache_format != INT8 or block_size % 4 == 0
     assert num_heads % num_kv_heads == 0 and head_dim <= MAX_HEAD_DIM
-    assert partial.dtype == log_sums.dtype == torch.float32
-    assert partial.numel() >= plan.num_entries * num_heads * head_dim
-    assert log_sums.numel() >= plan.num_entries * num_heads
-    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
+    check_partial(plan, partial, log_sums, num_heads, head_dim)
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,) and sinks.is_contiguous())
     group = num_heads // num_kv_heads
     for tiles in plan.groups:
         launch: dict[str, Any] = dict(launch_config(tiles.kind, head_dim, q.device))
@@ -330,20 +379,11 @@ def attend(
                 k_cache,
                 v_cache,
                 *scale_arguments(k_cache, v_cache, k_scales, v_scales),
-                q if sinks is None else sinks,
+                log_sums if sinks is None else sinks,
                 out,
                 partial,
                 log_sums,
-                tiles.start,
-                tiles.count,
-                tiles.chunk,
-                tiles.begin,
-                tiles.end,
-                plan.members,
-                plan.positions,
-                plan.entries,
-                plan.block_tables,
-                plan.block_tables.shape[1],
+                *plan_arguments(tiles, plan),
                 plan.window or 0,
                 scale * LOG2_E if softcap is None else scale / softcap,
                 0.0 if softcap is None else softcap * LOG2_E,
@@ -408,5 +448,6 @@ def variants() -> Iterator[Variant]:
             configs=configs,
             unaligned=frozenset({"table_width", "window"}),
             is_default=(kind, head_dim, cache, extras) == (KIND, 128, "bf16", ""),
-            is_product=kind != FEW,
+            is_product=True,
+            has_few_rows=kind == FEW,
         )

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import triton
@@ -29,6 +29,11 @@ from batchinfer_kernels.tuning import CAPABILITIES
 
 # Shared memory that one block may have, bytes (CUDA C++ Programming Guide, compute capabilities).
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+# The instructions of products, in PTX, by what `Compiled` calls them.
+PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
+TENSOR_COLUMNS = 512  # of tensor memory, where it is
+# Whole numbers that differ from step to step, for which nothing may be compiled again.
+PER_STEP = frozenset({"num_rows", "num_slots", "num_blocks", "num_chunks", "num_tokens", "rows", "table_width"})
 MODULES = (
     "norms",
     "quantize",
@@ -51,20 +56,26 @@ MODULES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """faults: what is wrong with it, in words. stack_bytes: of a thread, which is where registers spill to."""
+    """faults: what is wrong with it, in words. stack_bytes: of a thread, which is where registers spill to.
+    product: its instructions for products, as in PRODUCTS, or "". tensor_columns: of tensor memory, 32 bits by 128."""
 
     name: str
     capability: int
     registers: int
     stack_bytes: int
     shared_bytes: int
-    warpgroup: bool
+    tensor_columns: int
+    product: str
     faults: tuple[str, ...]
 
 
 def all_variants() -> Iterator[Variant]:
     for name in MODULES:
-        yield from importlib.import_module(f"batchinfer_kernels.triton.{name}").variants()
+        for variant in importlib.import_module(f"batchinfer_kernels.triton.{name}").variants():
+            yield variant
+            in_float16 = variant.in_float16()
+            if in_float16 is not None:
+                yield in_float16
 
 
 def check(variant: Variant, capability: int) -> Compiled:
@@ -88,24 +99,37 @@ def check(variant: Variant, capability: int) -> Compiled:
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack_bytes = _resources(compiled.asm["cubin"])
-    shared_bytes = int(compiled.metadata.shared)
-    warpgroup = "wgmma.mma_async" in compiled.asm["ptx"]
-    faults = []
-    if stack_bytes:
-        faults.append(f"{stack_bytes} bytes of a thread's registers are spilled")
-    if shared_bytes > SHARED_BYTES[capability]:
-        faults.append(f"{shared_bytes} bytes of shared memory, and a block may have {SHARED_BYTES[capability]}")
-    if variant.is_product and capability == 90 and not warpgroup:
-        faults.append("it does not use the warpgroup instructions")
-    return Compiled(
+    ptx = compiled.asm["ptx"]
+    found = Compiled(
         name=variant.name,
         capability=capability,
         registers=registers,
         stack_bytes=stack_bytes,
-        shared_bytes=shared_bytes,
-        warpgroup=warpgroup,
-        faults=tuple(faults),
+        shared_bytes=int(compiled.metadata.shared),
+        tensor_columns=int(compiled.metadata.tmem_size or 0),
+        product=next((name for name, instruction in PRODUCTS.items() if instruction in ptx), ""),
+        faults=(),
     )
+    return replace(found, faults=tuple(_faults(variant, found, is_storing="st.global" in ptx)))
+
+
+def _faults(variant: Variant, found: Compiled, *, is_storing: bool) -> Iterator[str]:
+    if found.stack_bytes:
+        yield f"{found.stack_bytes} bytes of a thread's registers are spilled"
+    most = SHARED_BYTES[found.capability]
+    if found.shared_bytes > most:
+        yield f"{found.shared_bytes} bytes of shared memory, and a block may have {most}"
+    if found.tensor_columns > TENSOR_COLUMNS:
+        yield f"{found.tensor_columns} columns of tensor memory, and there are {TENSOR_COLUMNS}"
+    if not is_storing:
+        yield "it stores nothing"
+    if variant.is_product and not found.product:
+        yield "it has no instructions for products"
+    elif variant.is_product and not variant.has_few_rows and found.capability == 90 and found.product != "wgmma":
+        yield "it does not use the warpgroup instructions"
+    again = PER_STEP.intersection(variant.kernel.arg_names) - set(variant.kernel.do_not_specialize)
+    if again:
+        yield f"it is compiled again for other values of {', '.join(sorted(again))}"
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from batchinfer_kernels import fp8, mxfp4, w4
 from batchinfer_kernels.experts import Aligned
-from batchinfer_kernels.triton.linear import finish, multiply, tile
-from batchinfer_kernels.triton.linear_fp8 import check_scales, multiply_fp8
+from batchinfer_kernels.triton import linear_fp8, linear_int8, linear_mxfp4, linear_w4
+from batchinfer_kernels.triton.linear import check_bias, finish, multiply, tile
+from batchinfer_kernels.triton.linear_fp8 import multiply_fp8
 from batchinfer_kernels.triton.linear_int8 import multiply_int8
 from batchinfer_kernels.triton.linear_mxfp4 import multiply_mxfp4
 from batchinfer_kernels.triton.linear_w4 import multiply_w4
@@ -182,8 +183,7 @@ def experts_linear(x: Tensor, weight: Tensor, aligned: Aligned, bias: Tensor | N
     Rows of assignments without an expert are left as they were allocated: anything. So it is in all of these.
     """
     assert weight.dtype == x.dtype and weight.is_contiguous()
-    block_k = config("experts.plain", DEFAULTS["plain"], x.device)["BLOCK_K"]
-    return _launch("plain", x, weight, None, aligned, bias, weight.shape, x.dtype, even=x.shape[1] % block_k == 0)
+    return _launch("plain", x, weight, None, aligned, bias, weight.shape, x.dtype)
 
 
 def experts_linear_int8(
@@ -197,18 +197,15 @@ def experts_linear_int8(
     dtype: torch.dtype,
 ) -> Tensor:
     """`w8.linear` of each assignment: weight int8 [E, N, K], scales float32 [E, N]; y [A, N] of `dtype`."""
-    assert x.dtype == weight.dtype == torch.int8 and weight.is_contiguous()
-    assert x_scales.shape == (len(x),) and x_scales.dtype == scales.dtype == torch.float32
-    assert scales.shape == weight.shape[:2] and x_scales.is_contiguous() and scales.is_contiguous()
-    block_k = config("experts.int8", DEFAULTS["int8"], x.device)["BLOCK_K"]
-    even = x.shape[1] % block_k == 0
-    return _launch("int8", x, weight, scales, aligned, bias, weight.shape, dtype, even=even, x_scales=x_scales)
+    linear_int8.check_scales(x, x_scales, weight, scales)
+    return _launch("int8", x, weight, scales, aligned, bias, weight.shape, dtype, x_scales=x_scales)
 
 
 def experts_linear_w4(x: Tensor, packed: w4.Packed, aligned: Aligned, bias: Tensor | None = None) -> Tensor:
     """`w4.linear` of each assignment, with weights from `w4.stack`; y [A, N] of x's type."""
+    linear_w4.check_packed(x, packed)
+    assert packed.order is None
     num_experts, _, num_columns, half = packed.codes.shape
-    assert packed.scales.dtype == x.dtype and packed.order is None and half == w4.half(packed.group)
     return _launch(
         "w4",
         x,
@@ -218,7 +215,7 @@ def experts_linear_w4(x: Tensor, packed: w4.Packed, aligned: Aligned, bias: Tens
         bias,
         (num_experts, num_columns, packed.depth),
         x.dtype,
-        even=packed.depth % (2 * half) == 0,
+        together=2 * half,
         zeros=packed.zeros,
         constants={"HAS_ZEROS": packed.zeros is not None, "GROUP": packed.group, "HALF": half},
     )
@@ -236,7 +233,7 @@ def experts_linear_fp8(
 ) -> Tensor:
     """`fp8.linear` of each assignment: weight e4m3 [E, N, K], scales float32 [E, N] or [E, Nb, Kb]; y [A, N] of
     `dtype`."""
-    check_scales(x, x_scales, weight, scales)
+    linear_fp8.check_scales(x, x_scales, weight, scales)
     return _launch(
         "fp8",
         x,
@@ -246,7 +243,7 @@ def experts_linear_fp8(
         bias,
         weight.shape,
         dtype,
-        even=weight.shape[2] % fp8.BLOCK == 0,
+        together=fp8.BLOCK,
         x_scales=x_scales,
         constants={"BLOCKS": scales.ndim == 3, "WIDE": x_scales is None},
     )
@@ -254,10 +251,10 @@ def experts_linear_fp8(
 
 def experts_linear_mxfp4(x: Tensor, packed: mxfp4.Packed, aligned: Aligned, bias: Tensor | None = None) -> Tensor:
     """`mxfp4.linear` of each assignment, with weights that were packed for all experts; y [A, N] of x's type."""
+    linear_mxfp4.check_packed(x, packed)
     num_experts, _, num_columns, _ = packed.codes.shape
     shape = (num_experts, num_columns, packed.depth)
-    even = packed.depth % (2 * mxfp4.GROUP) == 0
-    return _launch("mxfp4", x, packed.codes, packed.scales, aligned, bias, shape, x.dtype, even=even)
+    return _launch("mxfp4", x, packed.codes, packed.scales, aligned, bias, shape, x.dtype, together=2 * mxfp4.GROUP)
 
 
 _NO_CONSTANTS = {"HAS_ZEROS": False, "GROUP": 0, "HALF": 0, "BLOCKS": False, "WIDE": False}
@@ -273,15 +270,15 @@ def _launch(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     *,
-    even: bool,
+    together: int | None = None,
     x_scales: Tensor | None = None,
     zeros: Tensor | None = None,
     constants: dict[str, Any] | None = None,
 ) -> Tensor:
-    """shape: (E, N, K)."""
+    """shape: (E, N, K). together: inputs that the format's loop takes at a time; None: BLOCK_K."""
     num_experts, num_columns, depth = shape
-    assert x.ndim == 2 and x.is_contiguous() and x.shape[1] == depth
-    assert bias is None or (bias.shape == (num_experts, num_columns) and bias.dtype == dtype and bias.is_contiguous())
+    assert x.ndim == 2 and x.is_contiguous() and x.shape[1] == depth, (x.shape, shape)
+    check_bias(bias, (num_experts, num_columns), dtype)
     out = torch.empty(aligned.num_slots, num_columns, dtype=dtype, device=x.device)
     if not out.numel():
         return out
@@ -292,11 +289,11 @@ def _launch(
     num_blocks = len(aligned.experts)
     _experts[(num_blocks * triton.cdiv(num_columns, launch["BLOCK_N"]),)](
         x,
-        x if x_scales is None else x_scales,
+        out if x_scales is None else x_scales,
         weight,
-        x if scales is None else scales,
+        out if scales is None else scales,
         weight if zeros is None else zeros,
-        x if bias is None else bias,
+        out if bias is None else bias,
         aligned.slots,
         aligned.experts,
         out,
@@ -307,9 +304,9 @@ def _launch(
         depth,
         weight.stride(0),
         0 if scales is None else scales.stride(0),
-        form,
-        bias is not None,
-        even,
+        FORMAT=form,
+        HAS_BIAS=bias is not None,
+        EVEN=depth % (together or launch["BLOCK_K"]) == 0,
         **{**_NO_CONSTANTS, **(constants or {})},
         **launch,
     )
@@ -370,7 +367,7 @@ def variants() -> Iterator[Variant]:
                 configs=configs,
                 unaligned=frozenset({"num_slots", "share", "num_blocks", "scale_stride"}),
                 is_default=name == "plain" and not has_bias and even,  # the other K loops are checked as plain products
-                is_product=name != "fp8.wide",
+                is_product=True,
             )
     for has_residual in (False, True):
         yield Variant(

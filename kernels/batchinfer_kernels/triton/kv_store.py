@@ -113,7 +113,7 @@ def fp8_code(x):
     return (code + sign).to(tl.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # one compiled kernel for any number of them
 def _store(
     q_ptr,  # [T, Hq, D], tokens q_stride apart, their heads side by side
     k_ptr,  # [T, Hk, D], likewise
@@ -326,20 +326,24 @@ def variants() -> Iterator[Variant]:
     for cache, (number, cache_type, scales_type) in formats.items():
         caches = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache_type)
         scales = dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), scales_type)
-        for dim, half, has_norm in (
-            (128, 64, True),
-            (64, 32, False),
-            (80, 16, False),
-            (256, 128, True),
-            (96, 0, False),
+        for dim, half, has_norm, group in (
+            (128, 64, True, 4),
+            (64, 32, False, 4),
+            (80, 16, False, 4),
+            (256, 128, True, 4),
+            (96, 0, False, 4),
+            *((128, 64, True, group) for group in (1, 7, 8, 16)),
         ):
             yield Variant(
-                name=f"kv_store.{dim}.{cache}" + ".rope" * (half > 0) + ".norm" * has_norm,
+                name=f"kv_store.{dim}.{cache}"
+                + ".rope" * (half > 0)
+                + ".norm" * has_norm
+                + f".group{group}" * (group != 4),
                 kernel=_store,
                 signature={**signature, **caches, **scales},
                 constants={
                     "HEADS": 8,
-                    "GROUP": 4,
+                    "GROUP": group,
                     "DIM": dim,
                     "HALF": half,
                     "SLOTS": 16,
@@ -347,11 +351,11 @@ def variants() -> Iterator[Variant]:
                     "TOGETHER": kv8.turned_together(dim),
                     "HAS_NORM": has_norm,
                     "WRITES_Q": half > 0 or number == INT8,
-                    "BLOCK_G": 4,
+                    "BLOCK_G": triton.next_power_of_2(group),
                     "BLOCK_S": 16,
                     "BLOCK_D": triton.next_power_of_2(dim),
                 },
                 configs=defaults_of(number, dim)[1],
                 unaligned=frozenset({"num_tokens"}),
-                is_default=dim == 128 and number != FP8,
+                is_default=dim == 128 and group == 4 and number != FP8,
             )

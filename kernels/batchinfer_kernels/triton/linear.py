@@ -1,7 +1,7 @@
 """Products with weights in the activations' own type; `reference.linear` is the specification.
 
 Also what the other products (`linear_int8`, `linear_w4`, `linear_fp8`, `linear_mxfp4`, `experts`) share: the order of
-programs, the K loop of operands that are multiplied as they are stored, and the end of a product.
+programs, the K loop of operands that are multiplied as they are stored, the end of a product, and their launch.
 
 Every output is summed by one program, over blocks of BLOCK_K inputs in ascending order. With `deterministic` there is
 one configuration for any number of rows; without, small numbers of rows have configurations of their own (BY_ROWS).
@@ -9,7 +9,8 @@ one configuration for any number of rows; without, small numbers of rows have co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -161,40 +162,62 @@ def linear(
 
     All of one floating-point type and contiguous. Sums are float32, rounded once, behind bias and residual.
     """
-    num_columns = weight.shape[0]
-    check_operands(x, weight.shape, x.dtype, bias, residual)
     assert weight.dtype == x.dtype and weight.is_contiguous()
-    out = torch.empty(len(x), num_columns, dtype=x.dtype, device=x.device) if residual is None else residual
+    launch = _configuration(len(x), deterministic, x.device)
+    return multiplied(
+        _linear, launch, x, weight.shape, (weight,), bias, residual, dtype=x.dtype, together=launch["BLOCK_K"]
+    )
+
+
+def multiplied(
+    kernel: Any,
+    launch: Config,
+    x: Tensor,
+    shape: Sequence[int],
+    operands: Sequence[Tensor],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    together: int,
+    **constants: Any,
+) -> Tensor:
+    """y [T, N] of `dtype`, or the residual that became it: by a kernel that takes x [T, K], `operands`, bias, y, T, N
+    and K, then by name HAS_BIAS, ADD, EVEN, `constants` and what is in `launch`.
+
+    shape     (N, K), of the weight
+    together  inputs that the kernel's loop takes at a time; EVEN says that K is a multiple of it
+    """
+    num_columns, depth = shape
+    assert x.ndim == 2 and x.is_contiguous() and x.shape[1] == depth, (x.shape, shape)
+    check_bias(bias, (num_columns,), dtype)
+    if residual is None:
+        out = torch.empty(len(x), num_columns, dtype=dtype, device=x.device)
+    else:
+        assert residual.shape == (len(x), num_columns) and residual.dtype == dtype and residual.is_contiguous()
+        out = residual
     if out.numel():
-        launch = _configuration(len(x), deterministic, x.device)
-        _linear[grid(len(x), num_columns, launch)](
+        row_blocks, column_blocks = triton.cdiv(len(x), launch["BLOCK_M"]), triton.cdiv(num_columns, launch["BLOCK_N"])
+        kernel[(row_blocks * column_blocks,)](
             x,
-            weight,
-            x if bias is None else bias,
+            *operands,
+            out if bias is None else bias,
             out,
             len(x),
             num_columns,
-            x.shape[1],
-            bias is not None,
-            residual is not None,
-            x.shape[1] % launch["BLOCK_K"] == 0,
+            depth,
+            HAS_BIAS=bias is not None,
+            ADD=residual is not None,
+            EVEN=depth % together == 0,
+            **constants,
             **launch,
         )
     return out
 
 
-def check_operands(
-    x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None
-) -> None:
-    """Asserts that x [T, K] goes with a weight of shape (N, K), bias [N] and residual [T, N], those two of `dtype`."""
-    assert x.ndim == 2 and x.is_contiguous() and shape[1] == x.shape[1], (x.shape, shape)
-    assert bias is None or (bias.shape == shape[:1] and bias.dtype == dtype and bias.is_contiguous())
-    if residual is not None:
-        assert residual.shape == (len(x), shape[0]) and residual.dtype == dtype and residual.is_contiguous()
-
-
-def grid(num_rows: int, num_columns: int, launch: Config) -> tuple[int]:
-    return (triton.cdiv(num_rows, launch["BLOCK_M"]) * triton.cdiv(num_columns, launch["BLOCK_N"]),)
+def check_bias(bias: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Asserts that there is none, or one of that shape and dtype, contiguous."""
+    assert bias is None or (bias.shape == shape and bias.dtype == dtype and bias.is_contiguous())
 
 
 def _configuration(num_rows: int, deterministic: bool, device: torch.device) -> Config:
@@ -205,19 +228,25 @@ def _configuration(num_rows: int, deterministic: bool, device: torch.device) -> 
     return config("linear", DEFAULTS, device)
 
 
+# For the variants of all products: what they take beside their operands, and what of it is no multiple of 16.
+SIGNATURE = {
+    **dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16"),
+    **dict.fromkeys(("num_rows", "num_columns", "depth"), "i32"),
+}
+UNALIGNED = frozenset({"num_rows"})
+
+
 def variants() -> Iterator[Variant]:
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), "*bf16")
-    sizes = dict.fromkeys(("num_rows", "num_columns", "depth"), "i32")
     tables = {"linear": DEFAULTS, **{f"linear.{most}": configs for most, configs in BY_ROWS}}
     for name, configs in tables.items():
         for extras, even in ((False, True), (True, True), (True, False)):
             yield Variant(
                 name=name + ".bias.residual" * extras + ".ragged" * (not even),
                 kernel=_linear,
-                signature={**pointers, **sizes},
+                signature={"x_ptr": "*bf16", "weight_ptr": "*bf16", **SIGNATURE},
                 constants={"HAS_BIAS": extras, "ADD": extras, "EVEN": even},
                 configs=configs,
-                unaligned=frozenset({"num_rows"}),
+                unaligned=UNALIGNED,
                 is_default=configs is DEFAULTS and extras and even,
                 is_product=True,
             )

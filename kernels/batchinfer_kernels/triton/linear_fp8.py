@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels import fp8
-from batchinfer_kernels.triton.linear import check_operands, finish, grid, tile
+from batchinfer_kernels.triton.linear import SIGNATURE, UNALIGNED, finish, multiplied, tile
 from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import Config, config
 
@@ -62,6 +62,7 @@ def multiply_fp8(
 ):
     """float32 [BLOCK_M, BLOCK_N] of x W^T."""
     BLOCK_K: tl.constexpr = 128
+    tl.static_assert(not BLOCKS or BLOCK_K % BLOCK_N == 0, "a program's columns must have one scale")
     at = tl.arange(0, BLOCK_K)
     x_at = x_ptr + rows.to(tl.int64)[:, None] * depth + at[None, :]
     weight_at = weight_ptr + columns.to(tl.int64)[None, :] * depth + at[:, None]
@@ -153,30 +154,21 @@ def linear_fp8(
 
     Weights have no NaN (`fp8.check_weight`). Activations in e4m3 need sm_89.
     """
-    num_columns, depth = weight.shape
-    check_operands(x, weight.shape, dtype, bias, residual)
     check_scales(x, x_scales, weight, scales)
-    out = torch.empty(len(x), num_columns, dtype=dtype, device=x.device) if residual is None else residual
-    if out.numel():
-        launch = config("linear_fp8", DEFAULTS, x.device)
-        _linear_fp8[grid(len(x), num_columns, launch)](
-            x,
-            scales if x_scales is None else x_scales,
-            weight.view(torch.uint8) if x_scales is None else weight,
-            scales,
-            scales if bias is None else bias,
-            out,
-            len(x),
-            num_columns,
-            depth,
-            scales.ndim == 2,
-            x_scales is None,
-            bias is not None,
-            residual is not None,
-            depth % fp8.BLOCK == 0,
-            **launch,
-        )
-    return out
+    is_wide = x_scales is None
+    return multiplied(
+        _linear_fp8,
+        config("linear_fp8", DEFAULTS, x.device),
+        x,
+        weight.shape,
+        (scales if x_scales is None else x_scales, weight.view(torch.uint8) if is_wide else weight, scales),
+        bias,
+        residual,
+        dtype=dtype,
+        together=fp8.BLOCK,
+        BLOCKS=scales.ndim == 2,
+        WIDE=is_wide,
+    )
 
 
 def check_scales(x: Tensor, x_scales: Tensor | None, weight: Tensor, scales: Tensor) -> None:
@@ -186,9 +178,8 @@ def check_scales(x: Tensor, x_scales: Tensor | None, weight: Tensor, scales: Ten
     in_blocks = scales.ndim == weight.ndim
     assert weight.dtype == fp8.TYPE and weight.is_contiguous()
     assert scales.dtype == torch.float32 and scales.is_contiguous()
-    assert scales.shape[weight.ndim - 2 :] == (
-        (triton.cdiv(features, fp8.BLOCK), num_blocks) if in_blocks else (features,)
-    )
+    of_weight = (triton.cdiv(features, fp8.BLOCK), num_blocks) if in_blocks else (features,)
+    assert scales.shape == (*weight.shape[:-2], *of_weight)
     if x_scales is None:
         assert x.is_floating_point() and x.element_size() > 1
     else:
@@ -197,7 +188,6 @@ def check_scales(x: Tensor, x_scales: Tensor | None, weight: Tensor, scales: Ten
 
 
 def variants() -> Iterator[Variant]:
-    others = {"bias_ptr": "*bf16", "out_ptr": "*bf16", "num_rows": "i32", "num_columns": "i32", "depth": "i32"}
     scales = {"x_scale_ptr": "*fp32", "scale_ptr": "*fp32"}
     for wide in (False, True):
         for blocks, extras, even in ((False, False, True), (True, True, True), (True, True, False)):
@@ -211,12 +201,12 @@ def variants() -> Iterator[Variant]:
                     "x_ptr": "*bf16" if wide else "*fp8e4nv",
                     "weight_ptr": "*u8" if wide else "*fp8e4nv",
                     **scales,
-                    **others,
+                    **SIGNATURE,
                 },
                 constants={"BLOCKS": blocks, "WIDE": wide, "HAS_BIAS": extras, "ADD": extras, "EVEN": even},
                 # Without FP8 products only: wherever they are, activations are of 8 bits.
                 configs={80: DEFAULTS[80]} if wide else {90: DEFAULTS[90], 100: DEFAULTS[100]},
-                unaligned=frozenset({"num_rows"}),
+                unaligned=UNALIGNED,
                 is_default=blocks and even,
-                is_product=not wide,
+                is_product=True,
             )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchinfer_kernels.triton.linear import check_operands, finish, grid, multiply, tile
+from batchinfer_kernels.triton.linear import SIGNATURE, UNALIGNED, finish, multiplied, multiply, tile
 from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import Config, config
 
@@ -93,43 +93,31 @@ def linear_int8(
 ) -> Tensor:
     """`w8.linear` of contiguous tensors: x int8 [T, K], x_scales float32 [T], weight int8 [N, K], scales float32 [N],
     bias [N] and residual [T, N] of `dtype`; y [T, N] overwrites the residual."""
-    num_columns = weight.shape[0]
-    check_operands(x, weight.shape, dtype, bias, residual)
+    check_scales(x, x_scales, weight, scales)
+    launch = config("linear_int8", DEFAULTS, x.device)
+    operands = (x_scales, weight, scales)
+    return multiplied(
+        _linear_int8, launch, x, weight.shape, operands, bias, residual, dtype=dtype, together=launch["BLOCK_K"]
+    )
+
+
+def check_scales(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -> None:
+    """Asserts that x [T, K] and weight [.., N, K] are int8, scales [T] and [.., N] float32; all but x contiguous."""
     assert x.dtype == weight.dtype == torch.int8 and weight.is_contiguous()
-    assert x_scales.shape == (len(x),) and scales.shape == (num_columns,)
+    assert x_scales.shape == x.shape[:1] and scales.shape == weight.shape[:-1]
     assert x_scales.dtype == scales.dtype == torch.float32 and x_scales.is_contiguous() and scales.is_contiguous()
-    out = torch.empty(len(x), num_columns, dtype=dtype, device=x.device) if residual is None else residual
-    if out.numel():
-        launch = config("linear_int8", DEFAULTS, x.device)
-        _linear_int8[grid(len(x), num_columns, launch)](
-            x,
-            x_scales,
-            weight,
-            scales,
-            scales if bias is None else bias,
-            out,
-            len(x),
-            num_columns,
-            x.shape[1],
-            bias is not None,
-            residual is not None,
-            x.shape[1] % launch["BLOCK_K"] == 0,
-            **launch,
-        )
-    return out
 
 
 def variants() -> Iterator[Variant]:
     operands = {"x_ptr": "*i8", "x_scale_ptr": "*fp32", "weight_ptr": "*i8", "scale_ptr": "*fp32"}
-    others = {"bias_ptr": "*bf16", "out_ptr": "*bf16", "num_rows": "i32", "num_columns": "i32", "depth": "i32"}
     for extras, even in ((False, True), (True, True), (True, False)):
         yield Variant(
             name="linear_int8" + ".bias.residual" * extras + ".ragged" * (not even),
             kernel=_linear_int8,
-            signature={**operands, **others},
+            signature={**operands, **SIGNATURE},
             constants={"HAS_BIAS": extras, "ADD": extras, "EVEN": even},
             configs=DEFAULTS,
-            unaligned=frozenset({"num_rows"}),
+            unaligned=UNALIGNED,
             is_default=extras and even,
             is_product=True,
         )

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels import mxfp4
-from batchinfer_kernels.triton.linear import check_operands, finish, grid, tile
+from batchinfer_kernels.triton.linear import SIGNATURE, UNALIGNED, finish, multiplied, tile
 from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import Config, config
 
@@ -65,6 +64,7 @@ def multiply_mxfp4(
     HALF: tl.constexpr = 32
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     at = tl.arange(0, HALF)
+    stride = tl.cast(num_columns, tl.int64)  # a size of 1 is a constant to Triton
     codes_at = codes_ptr + (columns[:, None] * HALF + at[None, :])
     scale_at = scale_ptr + columns
     x_at = x_ptr + rows.to(tl.int64)[None, :] * depth + at[:, None]
@@ -80,8 +80,8 @@ def multiply_mxfp4(
         total = tl.dot(_weights(codes, scales), low, total, input_precision="ieee")
         scales = _scales(tl.load(scale_at + num_columns), dtype)
         total = tl.dot(_weights(codes >> 4, scales), high, total, input_precision="ieee")
-        codes_at += num_columns.to(tl.int64) * HALF
-        scale_at += num_columns.to(tl.int64) * 2
+        codes_at += stride * HALF
+        scale_at += stride * 2
         x_at += 2 * HALF
     return tl.trans(total)
 
@@ -123,39 +123,35 @@ def _linear_mxfp4(
 
 def linear_mxfp4(x: Tensor, packed: mxfp4.Packed, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """`mxfp4.linear` of x [T, K], contiguous; y overwrites the residual [T, N]."""
-    num_columns = packed.codes.shape[-2]
-    check_operands(x, (num_columns, packed.depth), x.dtype, bias, residual)
-    assert packed.codes.ndim == 3 and x.is_floating_point()
-    out = torch.empty(len(x), num_columns, dtype=x.dtype, device=x.device) if residual is None else residual
-    if out.numel():
-        launch = config("linear_mxfp4", DEFAULTS, x.device)
-        _linear_mxfp4[grid(len(x), num_columns, launch)](
-            x,
-            packed.codes,
-            packed.scales,
-            x if bias is None else bias,
-            out,
-            len(x),
-            num_columns,
-            packed.depth,
-            bias is not None,
-            residual is not None,
-            packed.depth % (2 * mxfp4.GROUP) == 0,
-            **launch,
-        )
-    return out
+    check_packed(x, packed)
+    return multiplied(
+        _linear_mxfp4,
+        config("linear_mxfp4", DEFAULTS, x.device),
+        x,
+        (packed.codes.shape[-2], packed.depth),
+        (packed.codes, packed.scales),
+        bias,
+        residual,
+        dtype=x.dtype,
+        together=2 * mxfp4.GROUP,
+    )
+
+
+def check_packed(x: Tensor, packed: mxfp4.Packed) -> None:
+    """Asserts that weights are as `mxfp4.pack` makes them, and x of 16 or more bits."""
+    assert x.is_floating_point() and x.element_size() > 1
+    assert packed.codes.is_contiguous() and packed.codes.shape[-1] == mxfp4.GROUP and packed.scales.is_contiguous()
 
 
 def variants() -> Iterator[Variant]:
-    pointers = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scale_ptr": "*u8", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
     for extras, even in ((False, True), (True, True), (True, False)):
         yield Variant(
             name="linear_mxfp4" + ".bias.residual" * extras + ".ragged" * (not even),
             kernel=_linear_mxfp4,
-            signature={**pointers, "num_rows": "i32", "num_columns": "i32", "depth": "i32"},
+            signature={"x_ptr": "*bf16", "codes_ptr": "*u8", "scale_ptr": "*u8", **SIGNATURE},
             constants={"HAS_BIAS": extras, "ADD": extras, "EVEN": even},
             configs=DEFAULTS,
-            unaligned=frozenset({"num_rows"}),
+            unaligned=UNALIGNED,
             is_default=extras and even,
             is_product=True,
         )

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchinfer_kernels.triton.linear import check_operands, finish, grid, tile
+from batchinfer_kernels.triton.linear import SIGNATURE, UNALIGNED, finish, multiplied, tile
 from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import Config, config
 from batchinfer_kernels.w4 import Packed, half
@@ -74,6 +73,7 @@ def multiply_w4(
 ):
     """float32 [BLOCK_M, BLOCK_N] of x W^T."""
     at = tl.arange(0, HALF)
+    stride = tl.cast(num_columns, tl.int64)  # a size of 1 is a constant to Triton
     codes_at = codes_ptr + (columns[:, None] * HALF + at[None, :])
     x_at = x_ptr + rows.to(tl.int64)[None, :] * depth + at[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -88,14 +88,14 @@ def multiply_w4(
             high = tl.load(x_at + HALF, mask=(at < depth - k - HALF)[:, None], other=0.0)
         codes = tl.load(codes_at)
         if GROUP > 0:
-            start = k // GROUP * num_columns.to(tl.int64)
+            start = k // GROUP * stride
             scales, zeros = _of_group(scale_ptr + start, zero_ptr + start, columns, HAS_ZEROS)
         total = tl.dot(_weights(codes & 15, scales, zeros), low, total, input_precision="ieee")
         if GROUP > 0 and GROUP < 2 * HALF:
-            start = (k + HALF) // GROUP * num_columns.to(tl.int64)
+            start = (k + HALF) // GROUP * stride
             scales, zeros = _of_group(scale_ptr + start, zero_ptr + start, columns, HAS_ZEROS)
         total = tl.dot(_weights(codes >> 4, scales, zeros), high, total, input_precision="ieee")
-        codes_at += num_columns.to(tl.int64) * HALF
+        codes_at += stride * HALF
         x_at += 2 * HALF
     return tl.trans(total)
 
@@ -145,38 +145,36 @@ def _linear_w4(
 
 def linear_w4(x: Tensor, packed: Packed, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """`w4.linear` of x [T, K], contiguous, and weights with scales of x's type; y overwrites the residual [T, N]."""
+    check_packed(x, packed)
     num_columns, half_size = packed.codes.shape[1:]
-    check_operands(x, (num_columns, packed.depth), x.dtype, bias, residual)
-    assert packed.scales.dtype == x.dtype and half_size == half(packed.group)
     if packed.order is not None:
         x = x.index_select(1, packed.order)
-    out = torch.empty(len(x), num_columns, dtype=x.dtype, device=x.device) if residual is None else residual
-    if out.numel():
-        launch = config("linear_w4", DEFAULTS, x.device)
-        _linear_w4[grid(len(x), num_columns, launch)](
-            x,
-            packed.codes,
-            packed.scales,
-            packed.codes if packed.zeros is None else packed.zeros,
-            x if bias is None else bias,
-            out,
-            len(x),
-            num_columns,
-            packed.depth,
-            packed.zeros is not None,
-            bias is not None,
-            residual is not None,
-            packed.group,
-            half_size,
-            packed.depth % (2 * half_size) == 0,
-            **launch,
-        )
-    return out
+    return multiplied(
+        _linear_w4,
+        config("linear_w4", DEFAULTS, x.device),
+        x,
+        (num_columns, packed.depth),
+        (packed.codes, packed.scales, packed.codes if packed.zeros is None else packed.zeros),
+        bias,
+        residual,
+        dtype=x.dtype,
+        together=2 * half_size,
+        HAS_ZEROS=packed.zeros is not None,
+        GROUP=packed.group,
+        HALF=half_size,
+    )
+
+
+def check_packed(x: Tensor, packed: Packed) -> None:
+    """Asserts that weights are as `w4.pack` makes them, for x [.., K] and with scales of its type."""
+    assert x.shape[-1] == packed.depth, (x.shape, packed.depth)
+    assert packed.codes.is_contiguous() and packed.codes.shape[-1] == half(packed.group)
+    assert packed.scales.is_contiguous() and packed.scales.dtype == x.dtype
+    assert packed.zeros is None or (packed.zeros.is_contiguous() and packed.zeros.shape == packed.scales.shape)
 
 
 def variants() -> Iterator[Variant]:
     pointers = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scale_ptr": "*bf16", "zero_ptr": "*u8"}
-    others = {"bias_ptr": "*bf16", "out_ptr": "*bf16", "num_rows": "i32", "num_columns": "i32", "depth": "i32"}
     for group, has_zeros, extras, even in (
         (128, True, True, True),
         (128, False, False, True),
@@ -188,7 +186,7 @@ def variants() -> Iterator[Variant]:
         yield Variant(
             name=f"linear_w4.{group}" + ".zeros" * has_zeros + ".bias.residual" * extras + ".ragged" * (not even),
             kernel=_linear_w4,
-            signature={**pointers, **others},
+            signature={**pointers, **SIGNATURE},
             constants={
                 "HAS_ZEROS": has_zeros,
                 "HAS_BIAS": extras,
@@ -198,7 +196,7 @@ def variants() -> Iterator[Variant]:
                 "EVEN": even,
             },
             configs=DEFAULTS,
-            unaligned=frozenset({"num_rows"}),
+            unaligned=UNALIGNED,
             is_default=group == 128 and extras,
             is_product=True,
         )

@@ -59,7 +59,7 @@ def _tile(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one compiled kernel for any number of them
 def _logits(
     x_ptr,  # [T, H]
     weight_ptr,  # [V, H]
@@ -80,7 +80,7 @@ def _logits(
     tl.store(out_at, found, mask=(row < rows)[:, None] & (token < vocab)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one compiled kernel for any number of them
 def _argmax(
     x_ptr,  # [T, H]
     weight_ptr,  # [V, H]

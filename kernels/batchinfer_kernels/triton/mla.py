@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchinfer_kernels.triton.attention import LOG2_E, TilePlan, add_block, finish
+from batchinfer_kernels.triton.attention import (
+    LOG2_E,
+    TilePlan,
+    add_block,
+    check_partial,
+    finish,
+    first_block,
+    plan_arguments,
+    store_rows,
+    tile_rows,
+)
 from batchinfer_kernels.triton.kv_store import is_finite, prepared
 from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import CAPABILITIES, Config, config
@@ -36,7 +46,7 @@ def launch_config(device: torch.device) -> Config:
     return config(KIND, DEFAULTS, device)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])  # which differs from step to step
 def _latent_attention(
     q_ptr,  # [T, H, C + R]
     cache_ptr,  # [B, S, C + R]
@@ -74,12 +84,9 @@ def _latent_attention(
     table_ptr = tables_ptr + tl.load(chunk_ptr + tile).to(tl.int64) * table_width
     width: tl.constexpr = RANK + TURNED
 
-    row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row = row < count * HEADS
-    member = start + row // HEADS
-    head = row % HEADS
-    token = tl.load(members_ptr + member, mask=is_row, other=0).to(tl.int64)
-    position = tl.load(positions_ptr + member, mask=is_row, other=-1)
+    is_row, member, head, token, position = tile_rows(
+        row_block, start, count, members_ptr, positions_ptr, HEADS, BLOCK_M
+    )
     dim = tl.arange(0, RANK)
     turned_dim = tl.arange(0, TURNED)
     query = q_ptr + ((token * HEADS + head) * width)[:, None]
@@ -89,10 +96,9 @@ def _latent_attention(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, RANK], tl.float32)
-    split_start = begin // SPLIT * SPLIT
-    for first in range(split_start + (begin - split_start) // BLOCK_N * BLOCK_N, end, BLOCK_N):
+    for first in range(first_block(begin, SPLIT, BLOCK_N), end, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
-        is_key = at < end
+        is_key = (at >= begin) & (at < end)
         block = tl.load(table_ptr + at // SLOTS, mask=is_key, other=0).to(tl.int64)
         rows = cache_ptr + ((block * SLOTS + at % SLOTS) * width)[:, None]
         latent = tl.load(rows + dim, mask=is_key[:, None], other=0.0)
@@ -106,13 +112,7 @@ def _latent_attention(
     entry = tl.load(entries_ptr + member, mask=is_row, other=-2)
     factor, log_sum = finish(top, total, tl.full([BLOCK_M], float("-inf"), tl.float32))
     result = sums * factor[:, None]
-    is_whole = entry == -1
-    out_at = ((token * HEADS + head) * RANK)[:, None] + dim
-    tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=is_whole[:, None])
-    is_part = entry >= 0
-    part = entry.to(tl.int64) * HEADS + head
-    tl.store(partial_ptr + (part * RANK)[:, None] + dim, result, mask=is_part[:, None])
-    tl.store(log_sums_ptr + part, log_sum, mask=is_part)
+    store_rows(result, log_sum, entry, token, head, out_ptr, partial_ptr, log_sums_ptr, HEADS, RANK, RANK)
 
 
 def attend(
@@ -132,8 +132,7 @@ def attend(
     assert q.is_contiguous() and cache.is_contiguous() and out.is_contiguous() and q.dtype == cache.dtype
     assert q.shape[:2] == out.shape[:2] and cache.shape[2] == width
     assert all(n >= 16 and n == triton.next_power_of_2(n) for n in (rank, width - rank))
-    assert partial.dtype == log_sums.dtype == torch.float32
-    assert partial.numel() >= plan.num_entries * heads * rank and log_sums.numel() >= plan.num_entries * heads
+    check_partial(plan, partial, log_sums, heads, rank)
     launch: dict[str, Any] = dict(launch_config(q.device))
     for tiles in plan.groups:
         row_blocks = triton.cdiv(tiles.most * heads, launch["BLOCK_M"])
@@ -145,16 +144,7 @@ def attend(
                 out,
                 partial,
                 log_sums,
-                tiles.start,
-                tiles.count,
-                tiles.chunk,
-                tiles.begin,
-                tiles.end,
-                plan.members,
-                plan.positions,
-                plan.entries,
-                plan.block_tables,
-                plan.block_tables.shape[1],
+                *plan_arguments(tiles, plan),
                 scale * LOG2_E,
                 heads,
                 rank,
@@ -166,7 +156,7 @@ def attend(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # one compiled kernel for any number of them
 def _store_latents(
     latents_ptr,  # [T, C], tokens latents_stride apart
     rotated_ptr,  # [T, R], likewise
@@ -216,15 +206,15 @@ def _store_latents(
     latent = latent.to(cache_ptr.dtype.element_ty)
     turned = turned.to(cache_ptr.dtype.element_ty)
     is_well = (is_finite(latent.to(tl.float32)) & is_finite(turned.to(tl.float32)))[:, None]
-    slot = tl.load(slots_ptr + token, mask=is_token, other=0).to(tl.int64)
+    slot = tl.load(slots_ptr + token, mask=is_token, other=-1).to(tl.int64)
     rows = cache_ptr + slot * width
-    tl.store(rows + dim, tl.where(is_well, latent, 0.0).to(latent.dtype), mask=is_token)
-    tl.store(rows + RANK + turned_dim, tl.where(is_well, turned, float("nan")).to(turned.dtype), mask=is_token)
+    tl.store(rows + dim, tl.where(is_well, latent, 0.0).to(latent.dtype), mask=slot >= 0)
+    tl.store(rows + RANK + turned_dim, tl.where(is_well, turned, float("nan")).to(turned.dtype), mask=slot >= 0)
 
 
 def store(latents: Tensor, rotated: Tensor, cache: Tensor, plan: TilePlan, turning: Turning | None = None) -> None:
     """Stores latents [T, C], normed with turning.k_weight [C], and rotated [T, R], turned by turning.cos and sin, in
-    plan.slots of cache [B, S, C + R]. Tokens may lie apart (parts of a wider product)."""
+    plan.slots of cache [B, S, C + R], those of slot -1 nowhere. Tokens may lie apart (parts of a wider product)."""
     tokens, rank = latents.shape
     turned = rotated.shape[1]
     at = turning or Turning()
@@ -285,6 +275,8 @@ def variants() -> Iterator[Variant]:
             configs=DEFAULTS,
             unaligned=frozenset({"table_width"}),
             is_default=heads == 128,
+            is_product=True,
+            has_few_rows=True,
         )
     for is_turned in (True, False):
         yield Variant(

@@ -29,7 +29,7 @@ GREEDY_DEFAULTS = {capability: {"BLOCK": 4096, "num_warps": 8, "num_stages": 2} 
 UNIFORM_DEFAULTS = {capability: {"BLOCK": 128, "num_warps": 4, "num_stages": 1} for capability in CAPABILITIES}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one compiled kernel for any number of them
 def _uniform(
     keys_ptr,  # int64 [R]
     positions_ptr,  # int64 [R]

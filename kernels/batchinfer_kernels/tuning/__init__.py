@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-# Compute capabilities that kernels state defaults for; a device takes those of the highest that is not above its own.
+# Compute capabilities that kernels state defaults for; `nearest` says which ones a device takes.
 CAPABILITIES = (80, 90, 100)
 
 Config = Mapping[str, int]
@@ -27,8 +27,9 @@ def config(kernel: str, defaults: Mapping[int, Config], device: torch.device) ->
     """
     if device.type != "cuda":  # the interpreter
         return defaults[CAPABILITIES[0]]
-    found = defaults[nearest(device_capability(device))]
-    tuned = _table(torch.cuda.get_device_name(device)).get(kernel)
+    capability, table = _known(torch.cuda.current_device() if device.index is None else device.index)
+    found = defaults[capability]
+    tuned = table.get(kernel)
     if tuned is None:
         return found
     if set(tuned) != set(found):
@@ -43,15 +44,20 @@ def device_capability(device: torch.device) -> int:
 
 
 def nearest(capability: int) -> int:
-    """Of CAPABILITIES, the one whose defaults a device takes. ValueError below the lowest."""
+    """Of CAPABILITIES, the one whose defaults a device takes: the highest that is not above its own, but for 12.0 and
+    later, which have neither the instructions of 9.0 or 10.0 nor their shared memory. ValueError below the lowest."""
+    if capability >= 120:
+        return CAPABILITIES[0]
     fitting = [known for known in CAPABILITIES if known <= capability]
     if not fitting:
         raise ValueError(f"sm_{capability} is older than sm_{CAPABILITIES[0]}: kernels here need at least that")
     return fitting[-1]
 
 
-@cache
-def _table(device_name: str) -> dict[str, Config]:
-    path = Path(__file__).with_name(device_name.replace(" ", "_") + ".json")
+@cache  # asked at every launch
+def _known(index: int) -> tuple[int, dict[str, Config]]:
+    """Of a device: whose defaults it takes, and its table."""
+    device = torch.device("cuda", index)
+    path = Path(__file__).with_name(torch.cuda.get_device_name(device).replace(" ", "_") + ".json")
     table: dict[str, Config] = json.loads(path.read_text()) if path.exists() else {}
-    return table
+    return nearest(device_capability(device)), table

@@ -243,3 +243,15 @@ def test_large_scores_stay_finite(softcap: float | None) -> None:
 def test_split_must_hold_whole_blocks() -> None:
     with pytest.raises(ValueError, match="split_size 10 is not a multiple of block_size 4"):
         Paged(spec_of(16), 1, split_size=10)
+
+
+def test_what_has_left_the_window_is_not_read() -> None:
+    """Whatever stands for it in the block table: here a block full of NaN."""
+    spec, length = spec_of(16, window=3), 31
+    q, k, v = inputs(spec, length)
+    whole = Paged(spec, 13).in_steps(q, k, v, TABLE, [length])
+    paged = Paged(spec, 13)
+    paged.in_steps(q[:-1], k[:-1], v[:-1], TABLE, [length - 1])
+    blocks = (length - 3) // BLOCK  # before the one with the first key that the last query sees
+    table = [6] * blocks + TABLE[blocks:]
+    assert torch.equal(paged(q[-1:], k[-1:], v[-1:], batch_of([length - 1], [1], [table])), whole[-1:])

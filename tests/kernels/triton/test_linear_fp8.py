@@ -6,8 +6,9 @@ import pytest
 import torch
 from batchinfer_kernels import fp8
 from batchinfer_kernels.activation_formats import quantize
-from batchinfer_kernels.triton.linear_fp8 import linear_fp8
+from batchinfer_kernels.triton.linear_fp8 import DEFAULTS, linear_fp8
 from torch import Tensor
+from triton.errors import TritonError
 
 from tests.kernels.triton.accuracy import AsType, check_close
 
@@ -70,3 +71,12 @@ def test_a_sick_row_stays_alone(kind: str) -> None:
     values, x_scales = quantize(x, "fp8") if kind == "channel" else quantize(x, "fp8_groups")
     found = linear_fp8(values, x_scales, weight, scales, dtype=torch.float16)
     assert found[1].isnan().all() and found[[0, 2]].isfinite().all()
+
+
+def test_a_program_has_columns_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a table of a device says."""
+    for capability, launch in DEFAULTS.items():
+        monkeypatch.setitem(DEFAULTS, capability, {**launch, "BLOCK_N": 256})
+    x, x_scales, weight, scales = operands(1, 300, 128, "block")
+    with pytest.raises(TritonError, match="one scale"):
+        linear_fp8(x, x_scales, weight, scales, dtype=torch.float16)

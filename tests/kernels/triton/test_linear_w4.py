@@ -60,3 +60,9 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     whole = linear_w4(x, packed)
     for start, stop in ((0, 1), (63, 66), (149, 150)):
         assert torch.equal(whole[start:stop], linear_w4(x[start:stop].contiguous(), packed))
+
+
+def test_inputs_are_those_of_the_weights() -> None:
+    packed = a_weight(8, 64, 32, torch.float16, has_zeros=False, turned=True)
+    with pytest.raises(AssertionError, match="70"):
+        linear_w4(torch.ones(2, 70).half(), packed)

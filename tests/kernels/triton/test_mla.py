@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from batchinfer_kernels import mla, reference
@@ -151,3 +153,16 @@ def test_the_store_norms_latents_turns_the_rest_and_clears_fresh_blocks(dtype: t
     mla.write(latent, turned, right, plan.slots.long(), plan.fresh_blocks.long())
     assert torch.equal(latents.cache.isnan(), right.isnan())
     assert (latents.cache[2, 1:] == 0).all()
+
+
+def test_the_store_leaves_out_tokens_without_a_slot() -> None:
+    latents = Latents(16)
+    _, latent, turned = latents.inputs(3)
+    plan = latents.backend.plan(batch_of([0], [3], [[0]]))
+    around = torch.full((61, BLOCK, RANK + TURNED), torch.nan)  # a block more, before the cache
+    store(latent, turned, around[1:], replace(plan, slots=torch.tensor([0, -1, 2], dtype=torch.int32)))
+    stored = around[1, [0, 2]]
+    assert torch.equal(stored, torch.cat((latent, turned), -1)[[0, 2]])
+    around[1, [0, 2]] = torch.nan
+    around[1, 3] = torch.nan  # cleared, as the end of a fresh block
+    assert around.isnan().all()
