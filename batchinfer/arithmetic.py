@@ -7,10 +7,10 @@ well. Not for sizes, which change no bytes (`runner.load`), nor for how weights 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from batchinfer_kernels import determinism, triton_outlook
+from batchinfer_kernels import determinism, gpus, triton_outlook
 from batchinfer_kernels.native import outlook
 
 from batchinfer.errors import ConfigError
@@ -28,12 +28,15 @@ VNNI = "this CPU has AVX-512 VNNI"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What of a machine decides how its CPU computes.
+    """What of a machine decides how it computes.
 
-    vector_level     of float32: `determinism.instruction_level`
-    product_level    of int8 and bfloat16: `determinism.product_level`
+    vector_level     of float32 on its CPU: `determinism.instruction_level`
+    product_level    of int8 and bfloat16 on its CPU: `determinism.product_level`
     obstacle, mend   why native kernels can't be used, and what would help; None where they can, or where nothing would
     triton_on_cpu, triton_on_gpu   why Triton's kernels can't be used there; None where they can
+    gpu_level, gpu_name   of its GPUs (`gpus.level`); None where they were not looked at, or there is none
+    gpu_obstacle     why no GPU can be given to an engine
+    torch_on_gpu     why torch can't use a GPU
     """
 
     vector_level: str
@@ -42,11 +45,16 @@ class Machine:
     mend: str | None = None
     triton_on_cpu: str | None = triton_outlook.NOT_INSTALLED
     triton_on_gpu: str | None = triton_outlook.NOT_INSTALLED
+    gpu_level: str | None = None
+    gpu_name: str | None = None
+    gpu_obstacle: str | None = None
+    torch_on_gpu: str | None = None
 
 
-def this_machine() -> Machine:
+def this_machine(*, look_at_gpus: bool = False) -> Machine:
+    """With `look_at_gpus`, which takes up to seconds, also of its GPUs, within CUDA_VISIBLE_DEVICES."""
     found = outlook.obstacle()
-    return Machine(
+    machine = Machine(
         vector_level=determinism.instruction_level(),
         product_level=determinism.product_level(),
         obstacle=None if found is None else found.reason,
@@ -54,13 +62,45 @@ def this_machine() -> Machine:
         triton_on_cpu=triton_outlook.obstacle(on_cpu=True),
         triton_on_gpu=triton_outlook.obstacle(on_cpu=False),
     )
+    return _with_gpus(machine) if look_at_gpus else machine
+
+
+def _with_gpus(machine: Machine) -> Machine:
+    try:
+        found = gpus.find()
+    except gpus.NoGpu as error:
+        return replace(machine, gpu_obstacle=str(error))
+    levels = {gpu.level: f"{gpu.level} ({gpu.name})" for gpu in found}
+    if len(levels) > 1:
+        words = " and ".join(levels.values())
+        reason = f"this machine's GPUs compute differently: {words}; let {gpus.VARIABLE} name those of one kind"
+        return replace(machine, gpu_obstacle=reason)
+    first = found[0]
+    too_old = f"{first.name} is sm_{first.capability}, and Triton's kernels here need sm_{gpus.OLDEST} or later"
+    return replace(
+        machine,
+        gpu_level=first.level,
+        gpu_name=first.name,
+        torch_on_gpu=gpus.torch_obstacle(),
+        triton_on_gpu=machine.triton_on_gpu or (too_old if first.capability < gpus.OLDEST else None),
+    )
+
+
+def why_no_gpu(files: ModelFiles, machine: Machine) -> str | None:
+    """What keeps the model from running on this machine's GPUs, which were looked at; None where nothing is known."""
+    return machine.gpu_obstacle or (None if files.kind == "fake" else machine.torch_on_gpu)
+
+
+def no_gpu(reason: str) -> ConfigError:
+    """The error where an engine is to run on a GPU, and can't."""
+    return ConfigError(f"engine.device is cuda, and {reason}. Mend that, or set engine.device to cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
     """All that is resolved; each value's name is a key of `sources`, which say "user" or "auto: " and why.
 
-    instruction_level   None where it decides nothing (a GPU's is known when the engine is built)
+    instruction_level   of the CPU, or a GPU's architecture; None where it decides nothing, or is not known
     degraded            what is slower than it could be here, and how to mend it; None where nothing is
     """
 
@@ -111,6 +151,8 @@ def resolve_arithmetic(
     used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else _auto_gpu_kernels(unfit))
     if kernels == "triton" and unfit is not None:
         raise ConfigError(f"engine.kernels triton can't be used here: {unfit}")
+    if kernels == "native" and not on_cpu:
+        raise ConfigError("engine.kernels native is for CPUs; with engine.device cuda use auto, triton or cpu (torch)")
     if kernels == "native" and machine.obstacle is not None:
         raise ConfigError(
             f"engine.kernels native can't be used here: {_with_mend(machine)}, or set engine.kernels to cpu"
@@ -129,8 +171,8 @@ def resolve_arithmetic(
         kv_cache_dtype,
         ("int8", "auto: with int8") if native_int8 else (values["dtype"], "auto: model.dtype"),
     )
-    level = _level(machine, used, scheme, values["dtype"]) if on_cpu else None
-    sources["instruction_level"] = "auto: this CPU" if on_cpu else "device"
+    level = _level(machine, used, scheme, values["dtype"]) if on_cpu else machine.gpu_level
+    sources["instruction_level"] = "auto: this CPU" if on_cpu else f"auto: {machine.gpu_name or 'the GPU'}"
     degraded = None
     if (
         on_cpu

@@ -33,7 +33,7 @@ def show_plan(
     """`device` and `as_json` go with `read_rows`."""
     from batchinfer.cluster.submit import resolve_here
 
-    job = resolve_here(spec, extend=extend, ignore_existing=ignore_existing)
+    job = resolve_here(spec, extend=extend, ignore_existing=ignore_existing, only_look=True)
     if not as_json:
         click.echo(settings_text(job))
         click.echo(work_text(job, ignore_existing))
@@ -71,12 +71,18 @@ def work_text(job: ResolvedJob, ignore_existing: bool) -> str:
         ("input", f"{count(job.num_rows, 'row')} in {count(len(job.input['files']), 'file')}"),
         ("output", f"{job.layout.output}: {count(sum(len(w.chunks) for w in windows), 'file')}"),
         ("windows", number(len(windows))),
-        ("workers", f"{job.spec.cluster.workers} on this machine"),
+        ("workers", _workers(job)),
     ]
     if job.layout.manifest.exists() and not ignore_existing:
         report = summarize(job)
         rows.append(("done already", f"{count(report.rows_done, 'row')} in {count(report.parts_done, 'file')}"))
     return f"\nWork\n{table(rows)}"
+
+
+def _workers(job: ResolvedJob) -> str:
+    if job.semantic["engine.device"] != "cuda" or "workers" in job.spec.cluster.model_fields_set:
+        return f"{job.spec.cluster.workers} on this machine"
+    return "one for each GPU of the machine that runs it"
 
 
 def report_text(report: PlanReport) -> str:

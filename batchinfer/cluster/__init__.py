@@ -2,6 +2,7 @@
 
     coordinator      the driver's loop: events to `job.state`, its instructions to the world
     local            starts and restarts workers on this machine; the scheduler runs inside the driver
+    engine_gpus      which GPU each engine has, where engines run on GPUs
     worker_process   a Dask worker that starts its engine before anything else
     engine_plugin    what a worker does for its engine: messages both ways, death noticed
     engine_host      the engine process as seen from its worker

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from batchinfer.arithmetic import Machine, resolve_arithmetic, this_machine
+from batchinfer.arithmetic import Machine, no_gpu, resolve_arithmetic, this_machine, why_no_gpu
 from batchinfer.data.cursors import close_cursors
 from batchinfer.data.parts import failed_rows, read_footer, read_part_results
 from batchinfer.data.segments import ResultRow, results_table
@@ -51,7 +51,8 @@ def verify_deep(job: ResolvedJob, sample: int = SAMPLE_ROWS, *, machine: Machine
     Raises ConfigError or ModelError where the same bytes can't be expected here: the model is gone or another one,
     this machine or this installation computes otherwise.
     """
-    refuse_other_arithmetic(job, machine or this_machine())
+    on_gpu = job.semantic["engine.device"] == "cuda"
+    refuse_other_arithmetic(job, machine or this_machine(look_at_gpus=on_gpu))
     left_out: list[str] = []
     chosen = _choose(job, sample, left_out)
     engine = load_engine(job.engine_config)
@@ -83,8 +84,11 @@ def refuse_other_arithmetic(job: ResolvedJob, machine: Machine) -> None:
     # What was chosen for a machine is asked for by name, so that it is refused where it can't be had.
     kernels = "auto" if was.kernels == "fake" else was.kernels
     options = {"quantization": was.quantization, "kv_cache_dtype": was.kv_cache_dtype, "kernels": kernels}
+    device = frozen["engine.device"]
     try:
-        now = resolve_arithmetic(files, machine, dtype=spec.dtype, device="cpu", **options)
+        if device == "cuda" and (reason := why_no_gpu(files, machine)) is not None:
+            raise no_gpu(reason)
+        now = resolve_arithmetic(files, machine, dtype=spec.dtype, device=device, **options)
     except ConfigError as error:
         raise ConfigError(f"the job's arithmetic ({was}) can't be had on this machine: {error}") from None
     names = ("dtype", "quantization", "kv_cache_dtype", "kernels", "instruction_level")

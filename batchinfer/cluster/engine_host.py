@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from batchinfer.cluster.engine_gpus import with_gpu
 from batchinfer.cluster.lifecycle import how_it_ended, in_thread
 from batchinfer.cluster.out_of_memory import FOR_ENGINES, MemoryWatch
 
@@ -29,11 +30,15 @@ class EngineHost:
     `start` is to be called from a thread that lives as long as the worker: the engine ends with it.
     """
 
-    def __init__(self, *, name: str, num_threads: int, preload: Sequence[str], log: Path) -> None:
-        """`preload`: modules that the engine imports while it waits for `configure`."""
+    def __init__(
+        self, *, name: str, num_threads: int, preload: Sequence[str], log: Path, gpu: str | None = None
+    ) -> None:
+        """`preload`: modules that the engine imports while it waits for `configure`. `gpu`: what names its GPU in
+        CUDA_VISIBLE_DEVICES; None: it sees what this process does."""
         self.process: subprocess.Popen[str] | None = None
         self._preload = {"name": name, "num_threads": num_threads, "preload": list(preload)}
         self._config: Message | None = None
+        self._gpu = gpu
         self._log = log
         self._log_start = 0
         self._memory = MemoryWatch()
@@ -65,6 +70,7 @@ class EngineHost:
                 stderr=log,
                 text=True,
                 bufsize=1,
+                env=with_gpu(self._gpu),
             )
         self.process = process
         in_thread(f"engine-{process.pid}", lambda: self._read(process))

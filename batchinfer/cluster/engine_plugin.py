@@ -8,6 +8,7 @@ has its engine already; on any other Dask worker the plugin starts it.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from distributed import SchedulerPlugin, WorkerPlugin
 
 from batchinfer.cluster import worker_process
+from batchinfer.cluster.engine_gpus import gpu_of_worker
 from batchinfer.cluster.engine_host import EngineHost, Message
 from batchinfer.cluster.phases import phases
 from batchinfer.cluster.wire import NAME, TOPIC
@@ -25,12 +27,15 @@ class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
     name = NAME
     idempotent = True
 
-    def __init__(self, *, run: str, epoch: int, num_threads: int, preload: Sequence[str], log_folder: str) -> None:
+    def __init__(
+        self, *, run: str, epoch: int, num_threads: int, preload: Sequence[str], log_folder: str, on_gpus: bool
+    ) -> None:
         self.run = run
         self.epoch = epoch
         self.num_threads = num_threads
         self.preload = tuple(preload)
         self.log_folder = log_folder
+        self.on_gpus = on_gpus
 
     def setup(self, worker: Any) -> None:
         self.worker = worker
@@ -38,7 +43,13 @@ class EnginePlugin(WorkerPlugin):  # type: ignore[misc]
             self.host = worker_process.started_engine
         else:
             log = Path(self.log_folder) / f"engine-{worker.name}.log"
-            self.host = EngineHost(name=str(worker.name), num_threads=self.num_threads, preload=self.preload, log=log)
+            self.host = EngineHost(
+                name=str(worker.name),
+                num_threads=self.num_threads,
+                preload=self.preload,
+                log=log,
+                gpu=gpu_of_worker(os.environ) if self.on_gpus else None,
+            )
             self.host.configure(run=self.run, epoch=self.epoch, log=log, num_threads=self.num_threads)
         self._tell({"t": "joined", "address": worker.address, "spans": phases.take()})
         self.host.listen(self._tell)

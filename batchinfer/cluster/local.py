@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from batchinfer.cluster.engine_gpus import with_gpu
 from batchinfer.cluster.lifecycle import how_it_ended
 from batchinfer.cluster.out_of_memory import FOR_WORKERS, MemoryWatch
 
@@ -29,7 +30,8 @@ class _Child:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LocalWorkers:
-    """`began`: when the user asked for a run (seconds since 1970).
+    """`began`: when the user asked for a run (seconds since 1970). `gpus`: what names the GPU of each worker's engine
+    in CUDA_VISIBLE_DEVICES; empty: engines run on the CPU.
 
     `start` at once; `configure` when the job is frozen; `connect` when the scheduler is up.
 
@@ -41,6 +43,7 @@ class LocalWorkers:
     preload: Sequence[str]
     scratch: Path
     began: float
+    gpus: Sequence[str] = ()
     _children: dict[str, _Child] = field(default_factory=dict)
     _dropped: set[str] = field(default_factory=set)
     _lines: list[dict[str, object]] = field(default_factory=list)  # told to every worker after its first line
@@ -109,6 +112,7 @@ class LocalWorkers:
 
     def _spawn(self, name: str) -> None:
         memory = MemoryWatch()
+        gpu = self.gpus[self.names.index(name)] if self.gpus else None
         with (self.scratch / f"worker-{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "batchinfer.cluster.worker_process", str(os.getpid())],
@@ -117,6 +121,7 @@ class LocalWorkers:
                 stderr=log,
                 text=True,
                 bufsize=1,
+                env=with_gpu(gpu),  # its engine inherits that
             )
         self._children[name] = child = _Child(process, memory)
         warm = {

@@ -153,7 +153,12 @@ def retry_job(
 
 
 def resolve_here(
-    spec: JobSpec, *, extend: bool = False, ignore_existing: bool = False, retry: bool = False
+    spec: JobSpec,
+    *,
+    extend: bool = False,
+    ignore_existing: bool = False,
+    retry: bool = False,
+    only_look: bool = False,
 ) -> ResolvedJob:
     """`job.resolve.resolve_job` for engines on this machine."""
     if spec.input.path.startswith("memory://"):
@@ -162,7 +167,7 @@ def resolve_here(
             "own; give a file, or hand a datasets.Dataset to batchinfer.map"
         )
     try:
-        return resolve_job(spec, extend=extend, ignore_existing=ignore_existing, retry=retry)
+        return resolve_job(spec, extend=extend, ignore_existing=ignore_existing, retry=retry, only_look=only_look)
     except OSError as error:  # indexes of input files are kept in a temporary folder at first
         if error.errno in _OF_THE_DISK:
             raise _disk_trouble(error, Path(spec.output.path)) from error
@@ -299,6 +304,8 @@ def run_on_local_workers(
     """
     log_folder = job.layout.state / "logs"
     timings.moment("job_frozen")
+    if workers.gpus:
+        _log.info("GPUs: %s", ", ".join(map(" ".join, zip(workers.names, workers.gpus, strict=True))))
     workers.start()
     workers.configure(run=run, epoch=lock.epoch, log_folder=log_folder)
     from batchinfer.cluster.coordinator import Coordinator
@@ -348,6 +355,7 @@ def run_on_local_workers(
                 num_threads=workers.num_threads,
                 preload=workers.preload,
                 log_folder=str(log_folder),
+                on_gpus=bool(workers.gpus),
             )
         )
         workers.connect(cluster.scheduler_address)

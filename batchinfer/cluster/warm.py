@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchinfer.cluster import engine_gpus
 from batchinfer.cluster.local import LocalWorkers
 from batchinfer.cluster.phases import process_start
 from batchinfer.errors import ConfigError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from batchinfer.job.spec import JobSpec
 
 _FAKE = "fake://"
+_CUDA = "cuda"
 _MOST_WORKERS = 64  # of any machine
 _ALWAYS = ("batchinfer.cluster.row_feed",)
 _FOR_MODELS = ("torch", "batchinfer.runner.load")
@@ -34,15 +36,17 @@ _FOR_MODELS = ("torch", "batchinfer.runner.load")
 def early_worker(job: str, overrides: Sequence[str]) -> Iterator[LocalWorkers]:
     """A first worker for the job of this file, started before the file is understood: `fit` it when it is.
 
-    Whether there is a model to load is guessed from the text. Nothing is started where the file can't be read.
+    Whether there is a model to load is guessed from the text. Nothing is started where the file can't be read, nor
+    where it may be a job on GPUs: which one an engine has must be known before it starts.
     """
     began = process_start()
     with _workers(began) as workers:
         with contextlib.suppress(OSError):
             text = Path(job).read_text(errors="replace")
-            fake = any(_FAKE in part for part in (text, *overrides))
+            fake, cuda = (any(word in part for part in (text, *overrides)) for word in (_FAKE, _CUDA))
             workers.preload = _ALWAYS if fake else (*_FOR_MODELS, *_ALWAYS)
-            workers.start()
+            if not cuda:
+                workers.start()
         yield workers
 
 
@@ -54,8 +58,13 @@ def fit(workers: LocalWorkers, spec: JobSpec, *, start: bool = True) -> None:
             f"cluster.workers is {spec.cluster.workers}, each of them a process with an engine of its own, and this "
             f"machine has {cores} cores; give at most {max(_MOST_WORKERS, 4 * cores)}"
         )
-    workers.num_workers = spec.cluster.workers
-    workers.num_threads = spec.engine.num_threads or fair_threads(spec.cluster.workers)
+    found = engine_gpus.gpus_of(spec)
+    if found:
+        workers.close()  # one that was started before its GPU was known
+    workers.num_workers = engine_gpus.num_workers(spec, found) if found else spec.cluster.workers
+    workers.gpus = tuple(gpu.handle for gpu in found[: workers.num_workers])
+    most_threads = engine_gpus.MOST_THREADS if found else cores
+    workers.num_threads = spec.engine.num_threads or min(most_threads, fair_threads(workers.num_workers))
     workers.preload = _ALWAYS if spec.model.path.startswith(_FAKE) else (*_FOR_MODELS, *_ALWAYS)
     if start and not is_finished(Path(spec.output.path)):
         workers.start()

@@ -4,8 +4,8 @@
 Nothing is measured or loaded here.
 """
 
-from batchinfer.cost.devices import Device, parse_device
+from batchinfer.cost.devices import Device, find_device, parse_device
 from batchinfer.cost.model import ModelShape
 from batchinfer.cost.roofline import JobTokens, Prediction, predict
 
-__all__ = ["Device", "JobTokens", "ModelShape", "Prediction", "parse_device", "predict"]
+__all__ = ["Device", "JobTokens", "ModelShape", "Prediction", "find_device", "parse_device", "predict"]

@@ -51,33 +51,45 @@ class Device:
 
 
 def _device(
-    name: str, gigabytes: float, gigabytes_s: float, bf16: float, int8: float, fp8: float | None, fp32: float
+    name: str, mebibytes: int, gigabytes_s: float, bf16: float, int8: float, fp8: float | None, fp32: float
 ) -> Device:
-    """Rates in 10^12 a second, without sparsity."""
+    """Memory as nvidia-smi tells it; rates in 10^12 a second, without sparsity."""
     rates = {"float32": fp32, "bfloat16": bf16, "int8": int8} | ({} if fp8 is None else {"fp8": fp8})
     return Device(
         name=name,
-        memory_bytes=gigabytes * 1e9,
+        memory_bytes=mebibytes * 2**20,
         bandwidth=gigabytes_s * 1e9,
         rates={kind: rate * 1e12 for kind, rate in rates.items()},
     )
 
 
-# NVIDIA's data sheets; bfloat16 of the RTX 4090 with sums in float32, B200 as one of eight in an HGX.
+# Rates and bandwidth: NVIDIA's data sheets; bfloat16 of the RTX 4090 with sums in float32, B200 as one of eight in an
+# HGX. Memory: the total that nvidia-smi shows ("0MiB / 81559MiB"), as users have posted it of each; it is not the data
+# sheet's size in either unit (an H200 of "141 GB" has 140.4 GiB), and ECC and firmware have had their part already.
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        _device("A100-40GB", 40, 1555, 312, 624, None, 19.5),
-        _device("A100-80GB", 80, 2039, 312, 624, None, 19.5),
-        _device("H100", 80, 3350, 989.4, 1978.9, 1978.9, 66.9),
-        _device("H100-PCIe", 80, 2000, 756, 1513, 1513, 51.2),
-        _device("H200", 141, 4800, 989.4, 1978.9, 1978.9, 66.9),
-        _device("B200", 180, 7700, 2250, 4500, 4500, 75),
-        _device("L4", 24, 300, 121, 242, 242, 30.3),
-        _device("L40S", 48, 864, 362, 733, 733, 91.6),
-        _device("RTX4090", 24, 1008, 165.2, 660.6, 330.3, 82.6),
+        _device("A100-40GB", 40_960, 1555, 312, 624, None, 19.5),
+        _device("A100-80GB", 81_920, 2039, 312, 624, None, 19.5),
+        _device("H100", 81_559, 3350, 989.4, 1978.9, 1978.9, 66.9),
+        _device("H100-PCIe", 81_559, 2000, 756, 1513, 1513, 51.2),
+        _device("H200", 143_771, 4800, 989.4, 1978.9, 1978.9, 66.9),
+        _device("B200", 183_359, 7700, 2250, 4500, 4500, 75),
+        _device("L4", 23_034, 300, 121, 242, 242, 30.3),
+        _device("L40S", 46_068, 864, 362, 733, 733, 91.6),
+        _device("RTX4090", 24_564, 1008, 165.2, 660.6, 330.3, 82.6),
     )
 }
+
+
+# What CUDA calls them, as far as it is not the name above.
+_ALSO = {"H100 80GB HBM3": "H100", "A100-PCIE-40GB": "A100-40GB", "GeForce RTX 4090": "RTX4090"}
+
+
+def find_device(name: str) -> Device | None:
+    """Of the table, by its name there or by CUDA's ("NVIDIA H100 80GB HBM3")."""
+    key = _key(name)
+    return next((DEVICES[known] for also, known in _KEYS if also == key), None)
 
 
 def parse_device(text: str) -> Device:
@@ -92,7 +104,7 @@ def parse_device(text: str) -> Device:
     if found is None or int(found[1] or 1) == 0:
         raise ConfigError(f"device {text!r} is not understood; for example: H100, 4xH100, H100,bandwidth=3.0e12")
     numbers = dict(_number(setting) for setting in settings)
-    known = {_key(name): device for name, device in DEVICES.items()}.get(_key(found[2]))
+    known = find_device(found[2])
     if known is None:
         missing = {"bandwidth", "memory", "bfloat16"} - set(numbers)
         if missing:
@@ -112,6 +124,9 @@ def parse_device(text: str) -> Device:
 
 def _key(name: str) -> str:
     return re.sub(r"[ _-]|nvidia|sxm\d?", "", name.lower())
+
+
+_KEYS = tuple((_key(also), name) for also, name in (*zip(DEVICES, DEVICES, strict=True), *_ALSO.items()))
 
 
 def _number(setting: str) -> tuple[str, float]:

@@ -21,17 +21,20 @@ class ModelShape:
 
     layer_weights        matrices of the layers that every token is multiplied with: attention, gated layers, routers
     expert_weights       of one expert in one layer; there are num_experts in each of expert_layers
+    layer_outputs, expert_outputs   their outputs: where weights are quantized, each may have a scale
     head_weights         of the LM head
     embedding_weights    of the table of embeddings; 0 where that is the head
     norm_weights         of the norms
     kv_values, kv_rows   of one token: values in the KV cache, and rows of them (keys or values of one head)
     attention_products   multiplications for one query and one token that it sees, while decoding; in a prefill
                          `prefill_attention_products`, which differ in latent attention
-    window, windowed     `windowed` of the layers (a share) see only the last `window` tokens
+    window, windowed     `windowed` of the layers (a share) see only the last `window` tokens; the KV cache keeps all
     """
 
     layer_weights: int
     head_weights: int
+    layer_outputs: int = 0
+    expert_outputs: int = 0
     embedding_weights: int = 0
     norm_weights: int = 0
     expert_layers: int = 0
@@ -59,8 +62,11 @@ class ModelShape:
         expert_inner = count("moe_intermediate_size", default=inner)
         if not (layers and hidden and vocab and heads and (inner or (experts and expert_inner))):
             return None
-        kv_heads, head_dim = count("num_key_value_heads", default=heads), count("head_dim", default=hidden // heads)
+        family = _family(config)
+        usual_head_dim = hidden // heads if "head_dim" in config else _HEAD_DIM.get(family, hidden // heads)
+        kv_heads, head_dim = count("num_key_value_heads", default=heads), count("head_dim", default=usual_head_dim)
         attention = 2 * hidden * head_dim * (heads + kv_heads)
+        outputs = (heads + 2 * kv_heads) * head_dim + hidden
         kv_values, kv_rows = 2 * kv_heads * head_dim, 2 * kv_heads
         decoding = prefill = 2 * heads * head_dim
         if rank := count("kv_lora_rank"):
@@ -68,15 +74,20 @@ class ModelShape:
             query, query_rank = heads * (nope + rope), count("q_lora_rank")
             attention = query_rank * (hidden + query) if query_rank else hidden * query
             attention += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+            outputs = query_rank + query + rank + rope + heads * (nope + value) + hidden
             kv_values, kv_rows = rank + rope, 1
             decoding, prefill = heads * (2 * rank + rope), heads * (nope + rope + value)
-        dense = min(count("first_k_dense_replace"), layers) if experts else layers
+        dense = _dense_layers(config, layers) if experts else layers
         shared = count("n_shared_experts") * expert_inner or count("shared_expert_intermediate_size")
-        window, windowed = _window(config, layers)
+        window, windowed = _window(config, family, layers)
         return cls(
             layer_weights=layers * attention
             + dense * 3 * hidden * inner
             + (layers - dense) * (hidden * experts + 3 * hidden * shared),
+            layer_outputs=layers * outputs
+            + dense * (2 * inner + hidden)
+            + (layers - dense) * (2 * shared + hidden if shared else 0),
+            expert_outputs=2 * expert_inner + hidden if experts else 0,
             head_weights=vocab * hidden,
             embedding_weights=0 if config.get("tie_word_embeddings") else vocab * hidden,
             norm_weights=(2 * layers + 1) * hidden,
@@ -113,10 +124,16 @@ class ModelShape:
 
     def touched_weights(self, tokens: float) -> float:
         """Of the layers: what a step of so many tokens reads, where each chooses its experts by chance."""
-        if not self.num_experts:
-            return self.layer_weights
-        missed = math.pow(1 - self.experts_per_token / self.num_experts, tokens)
-        return self.layer_weights + self.all_expert_weights * (1 - missed)
+        return self.layer_weights + self.all_expert_weights * self._touched_experts(tokens)
+
+    def touched_outputs(self, tokens: float) -> float:
+        """Outputs of the weights that such a step reads."""
+        experts = self.expert_layers * self.num_experts * self._touched_experts(tokens)
+        return self.layer_outputs + experts * self.expert_outputs
+
+    def _touched_experts(self, tokens: float) -> float:
+        """A share of all of them."""
+        return 1 - math.pow(1 - self.experts_per_token / self.num_experts, tokens) if self.num_experts else 0.0
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Of one token of one sequence, in all layers; scales included."""
@@ -127,11 +144,45 @@ class ModelShape:
         return context - self.windowed * max(context - self.window, 0.0)
 
 
-def _window(config: Mapping[str, Any], layers: int) -> tuple[int, float]:
+def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
+    """How many layers of a mixture of experts have none."""
+    first, step, named = (
+        config.get(key) for key in ("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers")
+    )
+    first = first if isinstance(first, int) else 0
+    step = step if isinstance(step, int) and step > 0 else 1
+    named = named if isinstance(named, list) else []
+    return sum(i < first or (i + 1) % step != 0 or i in named for i in range(layers))
+
+
+# What the classes of configs take for keys that config.json leaves out (`modelfiles.llama_config`; null is no default).
+_HEAD_DIM = {"qwen3": 128}
+_WINDOW = {"mistral": 4096}
+_FIRST_WINDOWED = 28  # max_window_layers
+_FLAGGED = ("qwen2", "qwen3")  # a window is one only under use_sliding_window
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    """ "qwen3" of Qwen3ForCausalLM, else the model_type; "" where neither is told."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    known = name.removesuffix("ForCausalLM").lower() if isinstance(name, str) else config.get("model_type")
+    return known if isinstance(known, str) else ""
+
+
+def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, float]:
     """(tokens, share of the layers): (0, 0.0) where all of them see everything."""
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
-    if not isinstance(window, int) or config.get("use_sliding_window") is False:
+    window, kinds = config.get("sliding_window", _WINDOW.get(family)), config.get("layer_types")
+    flagged = family in _FLAGGED or (family not in _WINDOW and "use_sliding_window" in config)
+    if not isinstance(window, int) or window <= 0 or family == "llama":
+        return 0, 0.0
+    if flagged and config.get("use_sliding_window") is not True:
         return 0, 0.0
     if isinstance(kinds, list):
         return window, kinds.count("sliding_attention") / layers
-    return (0, 0.0) if "max_window_layers" in config else (window, 1.0)
+    first, every = config.get("max_window_layers", _FIRST_WINDOWED), config.get("sliding_window_pattern")
+    if flagged and isinstance(first, int):
+        return window, (layers - min(first, layers)) / layers
+    if isinstance(every, int) and every > 0:  # each layer of that number sees everything
+        return window, (layers - layers // every) / layers
+    return window, 1.0

@@ -8,7 +8,7 @@ rates at once, and can take less. (Williams, Waterman, Patterson 2009: "Roofline
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchinfer.cost.devices import Device
 from batchinfer.cost.model import ModelShape
@@ -17,16 +17,28 @@ STEP_TOKENS = 8_192  # of a step that only computes prompts
 USABLE = 0.9  # of a device's memory, for weights and KV cache
 MOST_ROWS = 1 << 24
 MOST_DEVICES = 64
-# What a weight of the layers takes, bits, and what it is multiplied as. Scales of groups are left out where the format
-# does not fix them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How weights of the layers are held. bits: of one, without scales; multiplied: as what, of `devices.RATES`;
+    group_bits: of the scale (and zero point) of a group of weights, where there are groups, else output_bytes: of the
+    scale of each output."""
+
+    bits: float
+    multiplied: str
+    group_bits: int = 0
+    output_bytes: int = 0
+
+
 WEIGHTS = {
-    "float32": (32, "float32"),
-    "bfloat16": (16, "bfloat16"),
-    "float16": (16, "bfloat16"),
-    "int8": (8, "int8"),
-    "fp8": (8, "fp8"),
-    "int4": (4, "bfloat16"),
-    "mxfp4": (4.25, "bfloat16"),
+    "float32": Format(bits=32, multiplied="float32"),
+    "bfloat16": Format(bits=16, multiplied="bfloat16"),
+    "float16": Format(bits=16, multiplied="bfloat16"),
+    "int8": Format(bits=8, multiplied="int8", output_bytes=4),
+    "fp8": Format(bits=8, multiplied="fp8", group_bits=32, output_bytes=4),
+    "int4": Format(bits=4, multiplied="bfloat16", group_bits=16 + 8, output_bytes=2),
+    "mxfp4": Format(bits=4.25, multiplied="bfloat16"),  # the format has its scales: one of 8 bits for 32 weights
 }
 
 
@@ -42,20 +54,29 @@ class Work:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
     """A model in formats, on a device. weights: of WEIGHTS, for the layers; head and embeddings are in 2 bytes, or in 4
-    where the layers are float32."""
+    where the layers are float32. group: how many weights share a scale, 0 where all of an output do."""
 
     shape: ModelShape
     device: Device
     weights: str
     kv_cache_dtype: str
+    group: int = 0
 
     @property
     def _plain_bytes(self) -> int:
         return 4 if self.weights == "float32" else 2
 
-    @property
-    def _weight_bytes(self) -> float:
-        return WEIGHTS[self.weights][0] / 8
+    def _held_bytes(self, weights: float, outputs: float) -> float:
+        """Of weights of the layers with so many outputs, and their scales."""
+        held = WEIGHTS[self.weights]
+        grouped = self.group and held.group_bits
+        scales = held.group_bits / 8 * weights / self.group if grouped else held.output_bytes * outputs
+        return held.bits / 8 * weights + scales
+
+    def _read_bytes(self, tokens: float) -> float:
+        """Of all weights that a step of so many tokens reads; embeddings are a few rows."""
+        layers = self._held_bytes(self.shape.touched_weights(tokens), self.shape.touched_outputs(tokens))
+        return layers + self._plain_bytes * self.shape.head_weights
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -66,7 +87,9 @@ class CostModel:
         """Of all weights, which lie in the device's memory."""
         shape = self.shape
         plain = shape.head_weights + shape.embedding_weights + shape.norm_weights
-        return self._weight_bytes * (shape.layer_weights + shape.all_expert_weights) + self._plain_bytes * plain
+        experts = shape.expert_layers * shape.num_experts
+        outputs = shape.layer_outputs + experts * shape.expert_outputs
+        return self._held_bytes(shape.layer_weights + shape.all_expert_weights, outputs) + self._plain_bytes * plain
 
     def seconds(self, work: Work) -> float:
         return max(work.num_bytes / self.device.bandwidth, self.busy_s(work))
@@ -74,16 +97,15 @@ class CostModel:
     def busy_s(self, work: Work) -> float:
         """At the device's rates of operations."""
         plain = self.device.rate("float32" if self.weights == "float32" else "bfloat16")
-        return work.operations / self.device.rate(WEIGHTS[self.weights][1]) + work.other_operations / plain
+        return work.operations / self.device.rate(WEIGHTS[self.weights].multiplied) + work.other_operations / plain
 
     def decode_step(self, batch: float, context: float, shared: float = 0.0) -> Work:
         """A step of `batch` rows that generates one token in each; each sees `context` tokens of its own behind
         `shared` ones that are read once for all."""
         shape = self.shape
         own, seen = shape.seen_tokens(context), shape.seen_tokens(context + shared)
-        read = self._weight_bytes * shape.touched_weights(batch) + self._plain_bytes * shape.head_weights
         return Work(
-            num_bytes=read + self.kv_bytes_per_token * (batch * (own + 1) + shared),
+            num_bytes=self._read_bytes(batch) + self.kv_bytes_per_token * (batch * (own + 1) + shared),
             operations=2 * batch * shape.active_weights,
             other_operations=2 * batch * (shape.head_weights + shape.attention_products * seen),
         )
@@ -92,8 +114,7 @@ class CostModel:
         """Prompts of so many tokens in all, in full steps; a token sees half of a row of the mean length, and `shared`
         tokens before it. The head sees the last token of each row."""
         shape = self.shape
-        a_step = self._weight_bytes * shape.touched_weights(min(tokens, STEP_TOKENS))
-        a_step += self._plain_bytes * shape.head_weights
+        a_step = self._read_bytes(min(tokens, STEP_TOKENS))
         seen = shape.seen_tokens(shared + tokens / rows / 2)
         return Work(
             num_bytes=math.ceil(tokens / STEP_TOKENS) * a_step + tokens * self.kv_bytes_per_token,
@@ -178,19 +199,19 @@ class Prediction:
 
 
 def predict(
-    shape: ModelShape, device: Device, *, weights: str, kv_cache_dtype: str, job: JobTokens
+    shape: ModelShape, device: Device, *, weights: str, kv_cache_dtype: str, job: JobTokens, group: int = 0
 ) -> Prediction | None:
     """A job of at least one row. One device that is too small is taken two, four, ... times; None where no such number
     up to MOST_DEVICES is enough, or where several were given and are too small."""
     own = job.prompt_tokens - job.shared_tokens
     row_tokens = (own + job.output_tokens) / job.rows
-    model = CostModel(shape=shape, device=device, weights=weights, kv_cache_dtype=kv_cache_dtype)
+    model = CostModel(shape=shape, device=device, weights=weights, kv_cache_dtype=kv_cache_dtype, group=group)
     count = 1
     while not model.most_rows(row_tokens):
         count *= 2
         if device.count > 1 or count > MOST_DEVICES:
             return None
-        model = CostModel(shape=shape, device=device.times(count), weights=weights, kv_cache_dtype=kv_cache_dtype)
+        model = replace(model, device=device.times(count))
     most_rows = model.most_rows(row_tokens)
     batch = min(job.rows, most_rows)
     context = (own + job.output_tokens / 2) / job.rows

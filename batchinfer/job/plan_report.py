@@ -7,17 +7,18 @@ small results that `merge_surveys` adds up, so that a cluster can share the work
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from batchinfer.arithmetic import Arithmetic, resolve_arithmetic, this_machine
-from batchinfer.cost import Device, JobTokens, ModelShape, Prediction, predict
+from batchinfer.cost import Device, JobTokens, ModelShape, Prediction, find_device, predict
 from batchinfer.data.cursors import close_cursors
 from batchinfer.data.prepared import PreparedRows
 from batchinfer.job.context import JobContext, open_context
@@ -35,6 +36,7 @@ EXAMPLES = 3
 # int8 on native kernels.
 EFFICIENCY = 0.4
 INT8_EFFICIENCY = 2.0
+_NOT_HERE = "no prediction for the CPU: the job runs on GPUs; plan --device DEVICE predicts for one"
 _NO_SHAPE = "no prediction: the model's config does not say how large its layers are"
 
 
@@ -82,8 +84,9 @@ class PlanReport:
     """See the module. `settings`: (key, value, where it came from) of everything that was resolved.
 
     kv_bytes_per_token   None where the model's config does not say
-    predicted_s          on this machine; None where it can't be predicted; `prediction` states how it was
-    on_device            on the device that was asked for; None where none was, or where `off_device` says why not
+    predicted_s          on this machine's CPU; None where it can't be predicted; `prediction` states how it was
+    on_device            on the device that was asked for, else the one GPU that a worker of the job has; None where
+                         there is none, or where `off_device` says why not
     first_prompt         the first good row's prompt as text; None where no row is good
     """
 
@@ -189,7 +192,11 @@ def finish_report(job: ResolvedJob, survey: Survey, device: Device | None = None
     context = open_context(job)
     first = _first_prompt(job, context)
     shape = ModelShape.from_config(files.config)
-    predicted_s, prediction = _predict(shape, survey, job.arithmetic)
+    if job.semantic["engine.device"] == "cuda":
+        predicted_s, prediction = None, _NOT_HERE
+        device = device or find_device(job.facts.get("gpu") or "")
+    else:
+        predicted_s, prediction = _predict(shape, survey, job.arithmetic)
     on_device, off_device = (None, None) if device is None else _predict_on(device, job, files, shape, survey)
     return PlanReport(
         survey=survey,
@@ -250,7 +257,7 @@ def _predict_on(
     model = job.spec.model
     arithmetic = resolve_arithmetic(
         files,
-        this_machine(),
+        replace(this_machine(), triton_on_gpu=None),
         dtype=model.dtype,
         quantization=model.quantization,
         kv_cache_dtype=model.kv_cache_dtype,
@@ -261,6 +268,7 @@ def _predict_on(
         device,
         weights=arithmetic.dtype if arithmetic.quantization == "none" else arithmetic.quantization,
         kv_cache_dtype=arithmetic.kv_cache_dtype,
+        group=_group(files),
         job=JobTokens(
             rows=rows,
             prompt_tokens=survey.prompt_tokens,
@@ -269,6 +277,16 @@ def _predict_on(
         ),
     )
     return found, f"no prediction: {device} can't hold the model and a row" if found is None else None
+
+
+def _group(files: ModelFiles) -> int:
+    """How many of a quantized checkpoint's weights share a scale; 0 where its config says nothing of groups."""
+    stored = files.config.get("quantization_config")
+    stored = stored if isinstance(stored, Mapping) else {}
+    size, block = stored.get("group_size"), stored.get("weight_block_size")
+    if isinstance(block, list) and block and all(isinstance(side, int) and side > 0 for side in block):
+        return math.prod(block)
+    return size if isinstance(size, int) and size > 0 else 0
 
 
 def _wanted_tokens(job: ResolvedJob, rows: PreparedRows) -> Ints:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import batchinfer
-from batchinfer.arithmetic import Arithmetic, Machine, resolve_arithmetic, this_machine
+from batchinfer.arithmetic import Arithmetic, Machine, no_gpu, resolve_arithmetic, this_machine, why_no_gpu
 from batchinfer.data.dataset import InputDataset, Kind, open_dataset
 from batchinfer.data.fs import check_output_path, is_foreign
 from batchinfer.errors import ConfigError, InputError, ResumeRefused
@@ -53,6 +53,7 @@ def resolve_job(
     extend: bool = False,
     ignore_existing: bool = False,
     retry: bool = False,
+    only_look: bool = False,
     machine: Machine | None = None,
     cache_dir: str | None = None,
 ) -> ResolvedJob:
@@ -63,6 +64,7 @@ def resolve_job(
     unchanged ones are accepted with `extend`. `ignore_existing` (--fresh) looks at no manifest. With `retry`, limits
     and engine settings may differ from the frozen ones (they become the job's `overrides`).
 
+    only_look   nothing will be run on this machine: that it has no GPU for the job is told, not refused
     machine     like those that will run the engines, which decides what is "auto" and fixes the bytes; None: this one
     cache_dir   where indexes of JSON Lines files are kept. None: with the frozen job; for a new one in a temporary
                 folder, from where `freeze_job` takes them
@@ -85,8 +87,8 @@ def resolve_job(
         cache_dir=cache_dir or (str(layout.input_cache) if frozen is not None else _temporary_cache()),
         used_as=_used_as(spec.input),
     )
-    machine = machine or this_machine()
-    arithmetic = _arithmetic(spec, files, machine, frozen)
+    machine = machine or this_machine(look_at_gpus=spec.engine.device == "cuda")
+    arithmetic = _arithmetic(spec, files, machine, frozen, only_look)
     semantic, sources = _resolve_values(spec, files, arithmetic)
     job = ResolvedJob(
         spec=spec,
@@ -95,7 +97,7 @@ def resolve_job(
         input=dataset.describe(),
         generations=(0,) * len(dataset.files),
         text_bytes=(0,) * len(dataset.files),
-        facts=_facts(spec, files, arithmetic),
+        facts=_facts(spec, files, arithmetic, machine),
     )
     context = make_context(job, files, dataset)
     check_columns(job, context)
@@ -255,7 +257,7 @@ def _resolve_values(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic) ->
             f"sampling.min_tokens is {least}, and no row can have more than {room}: engine.max_model_len is {room + 1} "
             "and counts the prompt"
         )
-    put("engine.device", "cpu", _written(spec.engine, "device"))
+    put("engine.device", _device(spec), _written(spec.engine, "device"))
     put("engine.split_size", spec.engine.split_size, _written(spec.engine, "split_size"))
     put("engine.deterministic", spec.engine.deterministic, _written(spec.engine, "deterministic"))
     put("engine.tensor_parallel_size", spec.engine.tensor_parallel_size, _written(spec.engine, "tensor_parallel_size"))
@@ -268,11 +270,26 @@ def _resolve_values(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic) ->
     return values, sources
 
 
-def _arithmetic(spec: JobSpec, files: ModelFiles, machine: Machine, frozen: ResolvedJob | None) -> Arithmetic:
+def _device(spec: JobSpec) -> str:
+    return "cpu" if spec.engine.device == "auto" else spec.engine.device
+
+
+def _arithmetic(
+    spec: JobSpec, files: ModelFiles, machine: Machine, frozen: ResolvedJob | None, only_look: bool
+) -> Arithmetic:
     """What was chosen at the first submit stays where it can be had here; else what is chosen here differs from it."""
     wanted = {name: getattr(spec.model, name) for name in ("quantization", "kv_cache_dtype")}
     wanted["kernels"] = spec.engine.kernels
-    fixed = {"dtype": spec.model.dtype, "device": "cpu"}
+    fixed = {"dtype": spec.model.dtype, "device": _device(spec)}
+    if frozen is not None and frozen.semantic["engine.device"] != fixed["device"]:
+        frozen = None
+    lacking: ConfigError | None = None
+    if fixed["device"] == "cuda" and (lacking := _no_gpu(spec, files, machine)) is not None:
+        if not only_look:
+            raise lacking
+        level = None if frozen is None else frozen.arithmetic.instruction_level
+        machine = replace(machine, gpu_level=level, triton_on_gpu=None)
+    found: Arithmetic | None = None
     if frozen is not None:
         chosen = frozen.arithmetic
         kept = {
@@ -282,12 +299,27 @@ def _arithmetic(spec: JobSpec, files: ModelFiles, machine: Machine, frozen: Reso
         }
         with contextlib.suppress(ConfigError):
             found = resolve_arithmetic(files, machine, **fixed, **(wanted | kept))
-            return replace(found, sources={**found.sources, **{name: chosen.sources[name] for name in kept}})
-    return resolve_arithmetic(files, machine, **fixed, **wanted)
+            found = replace(found, sources={**found.sources, **{name: chosen.sources[name] for name in kept}})
+    found = found or resolve_arithmetic(files, machine, **fixed, **wanted)
+    return found if lacking is None else replace(found, degraded=f"this machine can't run the job: {lacking}")
+
+
+def _no_gpu(spec: JobSpec, files: ModelFiles, machine: Machine) -> ConfigError | None:
+    """What keeps engines of this machine from running the job on its GPUs."""
+    if (reason := why_no_gpu(files, machine)) is not None:
+        return no_gpu(reason)
+    if machine.triton_on_gpu is not None and spec.engine.kernels == "auto" and files.kind != "fake":
+        return no_gpu(f"{machine.triton_on_gpu}; engine.kernels cpu is slower, and uses torch alone")
+    return None
 
 
 def _lack(frozen: ResolvedJob, job: ResolvedJob, machine: Machine) -> str | None:
     """What this machine lacks of what the job was begun with, or None."""
+    if frozen.semantic["engine.device"] == job.semantic["engine.device"] == "cuda":
+        was, now = frozen.arithmetic.instruction_level, job.arithmetic.instruction_level
+        if was == now:
+            return None
+        return f"The job was begun on GPUs of {was}; this machine's ({machine.gpu_name}) are {now}"
     if frozen.arithmetic.kernels != "native" or job.arithmetic.kernels == "native" or machine.obstacle is None:
         return None
     mend = "" if machine.mend is None else f". To go on here, {machine.mend}"
@@ -376,8 +408,9 @@ def _text_bytes(dataset: InputDataset, columns: tuple[str, ...]) -> tuple[int, .
     return tuple(int(file.num_bytes * share) for file in dataset.files)
 
 
-def _facts(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic) -> dict[str, Any]:
+def _facts(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic, machine: Machine) -> dict[str, Any]:
     libraries = ("tokenizers", "jinja2", "numpy", "pyarrow")
+    on_gpu = {"gpu": machine.gpu_name} if _device(spec) == "cuda" else {}
     return {
         "model": files.name,
         "model_path": spec.model.path,
@@ -385,6 +418,7 @@ def _facts(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic) -> dict[str
         "machine": platform.machine(),
         "libraries": {name: _version(name) for name in libraries},
         "degraded": arithmetic.degraded,
+        **on_gpu,
     }
 
 

@@ -62,7 +62,7 @@ class ModelSpec(_Section):
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     tokenizer: str | None = Field(None, description="default: beside or inside the model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of what is not quantized; auto: float32"
+        "auto", description="of what is not quantized; auto: float32 on a CPU, the checkpoint's own on a GPU"
     )
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         "auto",
@@ -145,7 +145,11 @@ class SamplingSpec(_Section):
 class EngineSpec(_Section):
     """Options of each worker's engine; names follow vLLM."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="cuda: each worker's engine has one of the machine's NVIDIA GPUs, within CUDA_VISIBLE_DEVICES. "
+        "auto: the CPU",
+    )
     deterministic: bool = True
     tensor_parallel_size: PositiveInt = 1
     max_model_len: Annotated[int, Field(ge=2, description="tokens of prompt and completion together")] | None = None
@@ -155,19 +159,23 @@ class EngineSpec(_Section):
     enable_prefix_caching: bool = True
     block_size: Annotated[int, Field(ge=1, le=256)] = 16
     split_size: Annotated[int, Field(ge=16)] = 256
-    kernels: Literal["auto", "native", "cpu"] = Field(
+    kernels: Literal["auto", "native", "cpu", "triton"] = Field(
         "auto",
-        description="native: C, compiled on first use, for CPUs with AVX-512 VNNI; cpu: torch. auto: native where "
-        "it can be had",
+        description="native: C, compiled on first use, for CPUs with AVX-512 VNNI; triton: for NVIDIA GPUs; cpu: torch "
+        "on either. auto: native where it can be had, triton on GPUs",
     )
-    num_threads: PositiveInt | None = Field(None, description="CPU threads of each engine; default: a fair share")
+    num_threads: PositiveInt | None = Field(
+        None, description="CPU threads of each engine; default: a fair share, at most 8 beside a GPU"
+    )
 
 
 class ClusterSpec(_Section):
     """Where the workers run."""
 
     kind: Literal["local", "slurm", "scheduler"] = "local"
-    workers: PositiveInt = 1
+    workers: PositiveInt = Field(
+        1, description="each a process with an engine; default: 1, with engine.device cuda one for each visible GPU"
+    )
     worker_timeout_s: PositiveInt = Field(300, description="give up when there was no worker for so long")
     hang_timeout_s: PositiveInt = Field(
         600, description="a worker or engine that shows no life for so long (three times that to load) is ended"

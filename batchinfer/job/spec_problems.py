@@ -52,7 +52,6 @@ _PLANNED_VALUES: tuple[tuple[KeyPath, tuple[Any, ...], str], ...] = (
     (("cluster", "kind"), ("slurm", "scheduler"), "use local"),
     (("model", "quantization"), ("int4", "fp8"), "use auto, int8 or none"),
     (("model", "kv_cache_dtype"), ("fp8",), "use auto, int8, bfloat16, float16 or float32"),
-    (("engine", "device"), ("cuda",), "use auto or cpu"),
     (("failure", "on_too_long"), ("truncate",), "use error; such rows become error rows"),
 )
 _PATHS: frozenset[KeyPath] = frozenset(

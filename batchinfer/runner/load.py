@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from batchinfer_kernels import gpus
 from batchinfer_kernels.determinism import prepare
 from batchinfer_kernels.native import library, outlook
 from batchinfer_kernels.probe import STRICT, RowFacts, RowRule, find_row_rule
@@ -59,7 +60,7 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     threads, threads_source = _resolve_threads(config.num_threads)
     torch.set_num_threads(threads)
     facts["num_threads"] = Fact(threads, threads_source)
-    arithmetic = _resolve_arithmetic(files, config)
+    arithmetic = _resolve_arithmetic(files, config, device)
     facts["instruction_level"] = _instruction_fact(arithmetic, device)
     facts["torch"] = Fact(torch.__version__, "installed")
 
@@ -161,10 +162,14 @@ def _resolve_threads(wanted: int | None) -> tuple[int, str]:
     return wanted, "engine.num_threads"
 
 
-def _resolve_arithmetic(files: ModelFiles, config: EngineConfig) -> Arithmetic:
+def _resolve_arithmetic(files: ModelFiles, config: EngineConfig, device: torch.device) -> Arithmetic:
     """Native kernels that were expected and can't be had give way to torch, unless they were asked for: a frozen job
     asks for what its first run had."""
     machine = this_machine()
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        machine = replace(machine, gpu_level=gpus.level(10 * major + minor, name), gpu_name=name)
     options = {name: getattr(config, name) for name in ("dtype", "quantization", "kv_cache_dtype", "kernels", "device")}
     found = resolve_arithmetic(files, machine, **options)
     if found.kernels == "native" and (reason := library.available()) is not None:
@@ -183,8 +188,7 @@ def _resolve_arithmetic(files: ModelFiles, config: EngineConfig) -> Arithmetic:
 
 def _instruction_fact(arithmetic: Arithmetic, device: torch.device) -> Fact:
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return Fact(f"sm_{major}{minor}", "the GPU")
+        return Fact(str(arithmetic.instruction_level), "the GPU")
     mode = prepare().mkl_mode
     source = f"the CPU ({platform.machine()}), MKL_CBWR={mode}" if mode else "the CPU"
     return Fact(str(arithmetic.instruction_level), source)

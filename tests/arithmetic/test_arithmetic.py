@@ -17,6 +17,7 @@ SUITED = Machine(vector_level="avx512", product_level="avx512_bf16")
 NO_COMPILER = Machine(vector_level="avx512", product_level="avx512_vnni", obstacle="no C compiler", mend=MEND)
 GPU = replace(NO_COMPILER, triton_on_cpu="no GPU", triton_on_gpu=None)
 OLDER = Machine(vector_level="avx2", product_level="avx2", obstacle="this processor lacks avx512f")
+H200 = replace(GPU, gpu_level="sm_90", gpu_name="NVIDIA H200")
 INTERPRETER = replace(OLDER, triton_on_cpu=None)
 
 
@@ -68,6 +69,9 @@ INT8 = ("float32", "int8", "int8", "native", "avx512_bf16")
         (GPU, {"device": "cuda", "dtype": "float32"}, ("float32", "none", "float32", "cpu", None)),
         (GPU, {"device": "cuda", "kv_cache_dtype": "float32"}, ("bfloat16", "none", "float32", "cpu", None)),
         (GPU, {"device": "cuda", "quantization": "int8"}, ("float32", "int8", "float32", "cpu", None)),
+        (H200, {"device": "cuda"}, ("bfloat16", "none", "bfloat16", "triton", "sm_90")),
+        (H200, {"device": "cuda", "kernels": "cpu"}, ("bfloat16", "none", "bfloat16", "cpu", "sm_90")),
+        (H200, {}, ("float32", "none", "float32", "cpu", "avx512")),
         (GPU, {}, ("float32", "none", "float32", "cpu", "avx512")),
         (INTERPRETER, {"kernels": "triton"}, ("float32", "none", "float32", "triton", "avx2")),
     ],
@@ -136,6 +140,7 @@ def test_what_could_be_faster_is_said_with_how_to_mend_it(
         ({"kernels": "cuda"}, r"engine\.kernels must be auto"),
         ({"dtype": "half"}, r"model\.dtype must be auto"),
         ({"dtype": "bfloat16", "quantization": "int8"}, "don't go together"),
+        ({"kernels": "native", "device": "cuda"}, r"engine\.kernels native is for CPUs"),
     ],
 )
 def test_what_is_refused(options: dict[str, str], says: str) -> None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from batchinfer.cost import JobTokens, ModelShape, parse_device, predict
+from batchinfer.cost import JobTokens, ModelShape, find_device, parse_device, predict
 from batchinfer.cost.devices import DEVICES
 from batchinfer.cost.roofline import CostModel
 from batchinfer.errors import ConfigError
+from batchinfer.modelfiles.llama_config import LlamaConfig
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -76,8 +77,10 @@ def shape_of(config: dict[str, object]) -> ModelShape:
     return shape
 
 
-def cost(shape: ModelShape, device: str = "H100", weights: str = "bfloat16", kv: str = "bfloat16") -> CostModel:
-    return CostModel(shape=shape, device=parse_device(device), weights=weights, kv_cache_dtype=kv)
+def cost(
+    shape: ModelShape, device: str = "H100", weights: str = "bfloat16", kv: str = "bfloat16", group: int = 0
+) -> CostModel:
+    return CostModel(shape=shape, device=parse_device(device), weights=weights, kv_cache_dtype=kv, group=group)
 
 
 def decode_s(model: CostModel, batch: int, context: int = 0) -> float:
@@ -142,7 +145,28 @@ def test_memory_of_weights() -> None:
     assert cost(shape_of(LLAMA_8B)).weight_bytes == 2 * 8_030_261_248
     layers = shape_of(LLAMA_8B).layer_weights
     assert layers == 6_979_321_856
-    assert cost(shape_of(LLAMA_8B), weights="int4").weight_bytes == layers / 2 + 2 * (8_030_261_248 - layers)
+    outputs = shape_of(LLAMA_8B).layer_outputs
+    assert outputs == 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    plain = 2 * (8_030_261_248 - layers)
+    assert cost(shape_of(LLAMA_8B), weights="int4").weight_bytes == layers / 2 + 2 * outputs + plain
+    assert cost(shape_of(LLAMA_8B), weights="int8").weight_bytes == layers + 4 * outputs + plain
+    assert cost(shape_of(LLAMA_8B), weights="fp8").weight_bytes == layers + 4 * outputs + plain
+    # A scale of 16 bits and a zero point of 8 for 128 weights; 4 bytes for a block of 128 x 128.
+    assert cost(shape_of(LLAMA_8B), weights="int4", group=128).weight_bytes == layers * (4 + 24 / 128) / 8 + plain
+    assert cost(shape_of(LLAMA_8B), weights="fp8", group=128 * 128).weight_bytes == layers * (1 + 4 / 16384) + plain
+    assert cost(shape_of(LLAMA_8B), group=128).weight_bytes == cost(shape_of(LLAMA_8B)).weight_bytes
+
+
+def test_scales_are_read_with_the_weights_that_they_are_of() -> None:
+    def read(weights: str, batch: int, group: int = 0) -> float:
+        return cost(shape_of(QWEN3_30B_A3B), weights=weights, group=group).decode_step(batch, 0).num_bytes
+
+    shape = shape_of(QWEN3_30B_A3B)
+    assert shape.expert_outputs == 2 * 768 + 2048
+    one = 48 * (32 * 128 + 2 * 4 * 128 + 2048 + 8 * shape.expert_outputs)
+    assert read("int8", 1) == pytest.approx(read("bfloat16", 1) - shape.active_weights + 4 * one)
+    least = read("int4", 64, 128) - read("int4", 64) + 2 * shape.touched_outputs(64)
+    assert least == pytest.approx(24 / 8 / 128 * shape.touched_weights(64))
 
 
 def test_a_decode_step_by_hand() -> None:
@@ -195,9 +219,61 @@ def test_windows() -> None:
     shape = shape_of(GPT_OSS_20B)
     assert (shape.window, shape.windowed) == (128, 0.5)
     assert shape.seen_tokens(100) == 100 and shape.seen_tokens(1128) == 628
-    mistral = shape_of(LLAMA_8B | {"sliding_window": 4096})
-    assert mistral.seen_tokens(10_000) == 4096
-    assert shape_of(LLAMA_8B | {"sliding_window": 4096, "use_sliding_window": False}).seen_tokens(10_000) == 10_000
+    assert shape.kv_bytes_per_token("bfloat16") == 2 * 24 * 2 * 8 * 64, "the cache keeps what has left the window"
+    far, near = cost(shape).decode_step(1, 1128), cost(shape).decode_step(1, 128)
+    assert far.num_bytes - near.num_bytes == 500 * shape.kv_bytes_per_token("bfloat16"), "but it is not read"
+
+
+@pytest.mark.parametrize(
+    ("keys", "window", "share"),
+    [
+        ({"sliding_window": 4096}, 4096, 1.0),
+        ({"sliding_window": 4096, "use_sliding_window": False}, 0, 0.0),
+        ({"sliding_window": None}, 0, 0.0),
+        # Where config.json leaves it out, the class of the config has one.
+        ({"architectures": ["MistralForCausalLM"]}, 4096, 1.0),
+        ({"model_type": "mistral"}, 4096, 1.0),
+        ({"model_type": "mistral", "sliding_window": None}, 0, 0.0),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, 1024, 1.0),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 4096}, 0, 0.0),
+        ({"model_type": "qwen2", "sliding_window": 4096}, 0, 0.0),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, 4096, 4 / 32),
+        ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 8}, 9, 0.75),
+        ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 99}, 9, 0.0),
+        # Gemma's: each sixth layer sees everything.
+        ({"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 6}, 1024, 27 / 32),
+        ({"sliding_window": 9, "layer_types": ["full_attention"] * 24 + ["sliding_attention"] * 8}, 9, 0.25),
+    ],
+)
+def test_which_layers_have_a_window(keys: dict[str, object], window: int, share: float) -> None:
+    shape = shape_of(LLAMA_8B | keys)
+    assert (shape.window, shape.windowed) == (window, pytest.approx(share))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+)
+@pytest.mark.parametrize("window", [{}, {"sliding_window": 512}, {"sliding_window": 512, "use_sliding_window": True}])
+@pytest.mark.parametrize("head_dim", [{}, {"head_dim": None}, {"head_dim": 64}])
+def test_what_a_config_leaves_out_is_what_the_engine_takes(
+    architecture: str, window: dict[str, object], head_dim: dict[str, object]
+) -> None:
+    config = LLAMA_8B | {"architectures": [architecture], "max_position_embeddings": 4096} | window | head_dim
+    config |= {"num_attention_heads": 16}  # of 256, where nothing says otherwise
+    built = LlamaConfig.from_config(architecture, config)
+    shape = shape_of(config)
+    assert shape.kv_values == 2 * 32 * built.num_kv_heads * built.head_dim
+    windows = [w for w in built.windows if w is not None]
+    assert (shape.window if shape.windowed else 0, shape.windowed) == (max(windows, default=0), len(windows) / 32)
+
+
+def test_layers_without_experts() -> None:
+    whole = shape_of(QWEN3_30B_A3B)
+    for keys in ({"mlp_only_layers": [0, 7]}, {"first_k_dense_replace": 2}):
+        shape = shape_of(QWEN3_30B_A3B | keys)
+        assert shape.expert_layers == 46
+        assert shape.layer_weights - whole.layer_weights == 2 * (3 * 2048 * 6144 - 2048 * 128)
+    assert shape_of(QWEN3_30B_A3B | {"decoder_sparse_step": 2}).expert_layers == 24
 
 
 @pytest.mark.parametrize("missing", LLAMA_8B)
@@ -212,12 +288,30 @@ def test_devices() -> None:
     assert parse_device("H100") == parse_device("NVIDIA h100-sxm5") == DEVICES["H100"]
     assert parse_device("H100 PCIe").bandwidth == 2.0e12
     four = parse_device("4xH100")
-    assert str(four) == "4 x H100" and four.bandwidth == 4 * 3.35e12 and four.memory_bytes == 320e9
+    assert str(four) == "4 x H100" and four.bandwidth == 4 * 3.35e12 and four.memory_bytes == 4 * 81_559 * 2**20
     measured = parse_device("H100, bandwidth=3e12, bfloat16=7e14")
     assert measured.bandwidth == 3e12 and measured.rate("bfloat16") == 7e14 and measured.rate("int8") == 1978.9e12
     mine = parse_device("mine,bandwidth=1e12,memory=24e9,bfloat16=1e14")
     assert (mine.name, mine.memory_bytes) == ("mine", 24e9)
     assert mine.rate("fp8") == 1e14, "converted to bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+    ],
+)
+def test_devices_by_the_names_that_cuda_has_for_them(name: str, device: str) -> None:
+    assert find_device(name) == DEVICES[device]
+    assert find_device(f"{name} Mini") is None
 
 
 @pytest.mark.parametrize(
@@ -246,7 +340,7 @@ def test_a_job() -> None:
     found = predict(shape_of(LLAMA_8B), DEVICES["H200"], weights="bfloat16", kv_cache_dtype="bfloat16", job=JOB)
     assert found is not None
     assert found.num_devices == 1 and found.row_tokens == 1536
-    assert found.most_rows == int((0.9 * 141e9 - 2 * 8_030_261_248) / (1536 * 131_072)) == 550
+    assert found.most_rows == int((0.9 * 143_771 * 2**20 - 2 * 8_030_261_248) / (1536 * 131_072)) == 594
     assert found.batch == 512 and found.bound == "memory"
     bytes_of_step = 2 * (6_979_321_856 + 128256 * 4096) + 512 * (1024 + 256 + 1) * 131_072
     assert found.step_s == pytest.approx(bytes_of_step / 4.8e12)

@@ -169,7 +169,6 @@ def test_one_problem_one_line(tmp_path, find, replace, expected):
         ("model.quantization=fp8", "fp8 is planned"),
         ("model.kv_cache_dtype=fp8", "fp8 is planned"),
         ("engine.tensor_parallel_size=2", "2 is planned and not there yet"),
-        ("engine.device=cuda", "cuda is planned"),
         ("sampling.prompt_logprobs=1", "prompt_logprobs"),
         ("failure.on_too_long=truncate", "truncate is planned"),
     ],

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 
 import torch
+
+from batchinfer_kernels.gpus import table_path
 
 # Compute capabilities that kernels state defaults for; `nearest` says which ones a device takes.
 CAPABILITIES = (80, 90, 100)
@@ -58,6 +59,6 @@ def nearest(capability: int) -> int:
 def _known(index: int) -> tuple[int, dict[str, Config]]:
     """Of a device: whose defaults it takes, and its table."""
     device = torch.device("cuda", index)
-    path = Path(__file__).with_name(torch.cuda.get_device_name(device).replace(" ", "_") + ".json")
+    path = table_path(torch.cuda.get_device_name(device))
     table: dict[str, Config] = json.loads(path.read_text()) if path.exists() else {}
     return nearest(device_capability(device)), table
