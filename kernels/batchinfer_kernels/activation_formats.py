@@ -51,11 +51,11 @@ def quantize(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     group = form.group or x.shape[-1]
     groups = F.pad(wide, (0, -x.shape[-1] % group)).reshape(*x.shape[:-1], -1, group)
     most = groups.abs().amax(-1)
-    # Not a number over a tensor: torch multiplies by the reciprocal then.
+    # No number over a tensor, nor, on GPUs, a tensor over one: torch multiplies by the reciprocal then.
     factors = torch.where((most >= LEAST) & most.isfinite(), torch.full_like(most, form.most) / most, 0)
     scaled = (groups * factors[..., None]).nan_to_num(0, 0, 0).clamp(-form.most, form.most)
     codes = (scaled.round() if form.dtype == torch.int8 else scaled).to(form.dtype)
-    scales = torch.where(most >= LEAST, most / form.most, 0).where(most.isfinite(), torch.nan)
+    scales = torch.where(most >= LEAST, most / torch.full_like(most, form.most), 0).where(most.isfinite(), torch.nan)
     codes = codes.flatten(-2)[..., : x.shape[-1]].contiguous()
     return codes, scales if form.group else scales[..., 0]
 

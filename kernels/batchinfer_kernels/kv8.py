@@ -41,7 +41,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     most = x.abs().amax(-1)
     finite = torch.isfinite(x).all(-1)
     factors = torch.where(finite & (most >= LEAST), MOST / most, 0)
-    steps = torch.where(most >= LEAST, most / MOST, 0).masked_fill(~finite, torch.nan)
+    # On GPUs torch multiplies by the reciprocal of a number.
+    steps = torch.where(most >= LEAST, most / torch.full_like(most, MOST), 0).masked_fill(~finite, torch.nan)
     return (x * factors[..., None]).nan_to_num(0, 0, 0).round().to(torch.int8), steps
 
 

@@ -28,7 +28,8 @@ def linear(
 
     Computed in the scales' type and rounded once.
     """
-    y = (x.to(torch.int32) @ weight.to(torch.int32).T).to(scales.dtype) * (x_scales[:, None] * scales)
+    # float64 holds these sums exactly; torch has no products of integers on GPUs.
+    y = (x.double() @ weight.double().T).to(scales.dtype) * (x_scales[:, None] * scales)
     for more in (bias, residual):
         y = y if more is None else y + more.to(y.dtype)
     return y.to(dtype)

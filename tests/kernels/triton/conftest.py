@@ -1,17 +1,29 @@
-"""Kernels run in Triton's interpreter here, which must be known before one of them is imported."""
+"""Kernels run in Triton's interpreter here unless a GPU is asked for, which must be known before one is imported."""
 
-import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-os.environ["TRITON_INTERPRET"] = "1"
+from tests.kernels.triton.device import DEVICE, ON_GPU
+
+
+@pytest.fixture(autouse=True)
+def on_device() -> Iterator[None]:
+    """Where tests and references put what they make."""
+    if not ON_GPU:
+        yield
+        return
+    with DEVICE:
+        yield
 
 
 @pytest.fixture(autouse=True)
 def float8_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs round: Triton 3.9's interpreter cuts off."""
+    if ON_GPU:
+        return
     import triton.language as tl
     from triton.runtime import interpreter
 

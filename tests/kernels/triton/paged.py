@@ -8,19 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 from batchinfer_kernels import kv8, kv_fp8, reference
+from batchinfer_kernels.triton.attention import TilePlan
 from batchinfer_kernels.triton.kv_store import int8_parts
 from torch import Tensor
 
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.attention.tiles import StepBatch
 from batchinfer.attention.triton import TritonAttention
+from tests.kernels.triton.device import DEVICE, HOST, WIDE
 
-CPU = torch.device("cpu")
 BLOCK, SPLIT = 4, 16
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = WIDE) -> Tensor:
+    """The same numbers on any device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=HOST).to(DEVICE, dtype)
 
 
 def spec_of(head_dim: int = 16, group: int = 3, num_kv_heads: int = 2, **more: Any) -> AttentionSpec:
@@ -44,7 +47,7 @@ class Paged:
         spec: AttentionSpec,
         num_blocks: int,
         *,
-        kv_dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype = WIDE,
         split_size: int = SPLIT,
         block_size: int = BLOCK,
         deterministic: bool = True,
@@ -55,7 +58,7 @@ class Paged:
             spec,
             block_size=block_size,
             split_size=split_size,
-            device=CPU,
+            device=DEVICE,
             kv_dtype=kv_dtype,
             deterministic=deterministic,
         )
@@ -64,8 +67,12 @@ class Paged:
             cache.view(torch.uint8).fill_(255)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: StepBatch) -> Tensor:
-        plan = self.backend.plan(batch)
+        plan = self.plan(batch)
         return self.backend.run(q, k, v, self.k_cache, self.v_cache, plan, spec=self.spec, **self.more)
+
+    def plan(self, batch: StepBatch) -> TilePlan:
+        with HOST:  # where plans are made
+            return self.backend.plan(batch)
 
     def in_steps(self, q: Tensor, k: Tensor, v: Tensor, table: Sequence[int], steps: Sequence[int]) -> Tensor:
         """One sequence, so many tokens in each step."""

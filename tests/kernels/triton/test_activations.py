@@ -12,6 +12,7 @@ from batchinfer_kernels.triton.activations import KINDS, activation, activation_
 from torch import Tensor
 
 from tests.kernels.triton.accuracy import check_close
+from tests.kernels.triton.device import ROWS, on_gpu
 
 REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": reference.silu_and_mul,
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("rows, inner", [(1, 1), (3, 576), (2, 1025)])
 def test_activations(kind: str, dtype: torch.dtype, rows: int, inner: int) -> None:
     torch.manual_seed(inner)
@@ -51,7 +52,9 @@ def test_the_clamped_one_by_hand() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype, rows, inner", [(torch.float16, 3, 576), (torch.float32, 2, 4200)])
+@pytest.mark.parametrize(
+    "dtype, rows, inner", [(torch.float16, 3, 576), (torch.float32, 2, 4200), *on_gpu((torch.bfloat16, 2, 576))]
+)
 def test_quantized_it_is_the_activation_quantized(
     kind: str, name: str, dtype: torch.dtype, rows: int, inner: int
 ) -> None:

@@ -17,14 +17,14 @@ from batchinfer.attention.backend import TiledAttention
 from batchinfer.attention.context import DenseContext
 from batchinfer.attention.spec import AttentionSpec
 from tests.kernels.triton.accuracy import check_close
-from tests.kernels.triton.paged import BLOCK, CPU, SPLIT, Paged, batch_of, normal, spec_of
+from tests.kernels.triton.device import DEVICE, HOST, ON_GPU, WIDE, least_ulps, on_gpu
+from tests.kernels.triton.paged import BLOCK, SPLIT, Paged, batch_of, normal, spec_of
 
 TABLE = [7, 3, 12, 0, 9, 4, 1, 11, 5, 2]
 LENGTH = 37  # into the third split, and not to a block's end
-ULPS = {torch.float32: 2.0, torch.float16: 1.0}
 
 
-def inputs(spec: AttentionSpec, length: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def inputs(spec: AttentionSpec, length: int, seed: int = 0, dtype: torch.dtype = WIDE) -> list[Tensor]:
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     return [normal(length, n, spec.head_dim, seed=seed + i, dtype=dtype) for i, n in enumerate(heads)]
 
@@ -35,7 +35,7 @@ def check_against_reference(paged: Paged, dtype: torch.dtype, steps: list[int], 
     check_close(
         found,
         lambda as_type: paged.expected(as_type(q), TABLE, dtype=as_type(torch.empty(0)).dtype),
-        ulps=ulps or ULPS[dtype],
+        ulps=ulps or least_ulps(dtype),
     )
     return found
 
@@ -43,19 +43,19 @@ def check_against_reference(paged: Paged, dtype: torch.dtype, steps: list[int], 
 @pytest.mark.parametrize(
     "spec, dtype, steps",
     [
-        (spec_of(16), torch.float32, [LENGTH]),
+        (spec_of(16), WIDE, [LENGTH]),
         (spec_of(64, group=1), torch.float16, [18, 1, 1]),
-        (spec_of(80, group=5, num_kv_heads=1), torch.float32, [LENGTH]),
+        (spec_of(80, group=5, num_kv_heads=1), WIDE, [LENGTH]),
         (spec_of(96, group=4, num_kv_heads=1), torch.float16, [LENGTH]),
         (spec_of(128, group=8, num_kv_heads=1), torch.float16, [20]),
-        (spec_of(192, group=2, num_kv_heads=1), torch.float32, [18]),
+        (spec_of(192, group=2, num_kv_heads=1), WIDE, [18]),
         (spec_of(256, group=2, num_kv_heads=1), torch.float16, [18]),
-        (spec_of(16, group=71, num_kv_heads=1), torch.float32, [3]),  # more heads than a tile has rows
-        (spec_of(16, window=5), torch.float32, [LENGTH]),
-        (spec_of(16, window=17), torch.float32, [20, 17]),
-        (spec_of(16, softcap=2.0), torch.float32, [LENGTH]),
-        (spec_of(16), torch.float32, [1]),
-        (spec_of(16), torch.float32, [SPLIT]),
+        (spec_of(16, group=71, num_kv_heads=1), WIDE, [3]),  # more heads than a tile has rows
+        (spec_of(16, window=5), WIDE, [LENGTH]),
+        (spec_of(16, window=17), WIDE, [20, 17]),
+        (spec_of(16, softcap=2.0), WIDE, [LENGTH]),
+        (spec_of(16), WIDE, [1]),
+        (spec_of(16), WIDE, [SPLIT]),
     ],
     ids=lambda x: f"{x.num_heads // x.num_kv_heads}x{x.head_dim}" if isinstance(x, AttentionSpec) else None,
 )
@@ -68,16 +68,16 @@ def test_sinks(sink: float, window: int | None) -> None:
     """Once for each query, also where it sees several splits, and where it sees one."""
     spec = spec_of(16, window=window)
     sinks = torch.tensor([sink, 0.5, sink, -1.0, sink, 3.0])
-    check_against_reference(Paged(spec, 13, sinks=sinks), torch.float32, [19])
+    check_against_reference(Paged(spec, 13, sinks=sinks), WIDE, [19])
 
 
 @pytest.mark.parametrize(
     "kv_dtype, head_dim, dtype",
     [
-        (torch.float8_e4m3fn, 16, torch.float32),
+        (torch.float8_e4m3fn, 16, WIDE),
         (torch.float8_e4m3fn, 64, torch.float16),
         (torch.int8, 16, torch.float16),
-        (torch.int8, 48, torch.float32),
+        (torch.int8, 48, WIDE),
     ],
 )
 def test_coarse_caches(kv_dtype: torch.dtype, head_dim: int, dtype: torch.dtype) -> None:
@@ -89,12 +89,13 @@ def test_coarse_caches(kv_dtype: torch.dtype, head_dim: int, dtype: torch.dtype)
     found = check_against_reference(paged, dtype, [18, 1], ulps=8.0 if dtype == torch.float32 else 2.0)
     q, k, v = inputs(paged.spec, 19, dtype=dtype)
     error = (found - DenseContext([paged.spec], 19).attend(0, q, k, v)).abs()
-    assert error.max() < (0.3 if kv_dtype == torch.float8_e4m3fn else 0.05)
+    most = 0.3 if kv_dtype == torch.float8_e4m3fn else 0.05
+    assert error.max() < (most + 0.05 if dtype == torch.bfloat16 else most)
 
 
 @pytest.mark.parametrize("split_size", [4, 80])
 def test_splits_of_any_size(split_size: int) -> None:
-    check_against_reference(Paged(spec_of(16, window=21), 25, split_size=split_size), torch.float32, [26])
+    check_against_reference(Paged(spec_of(16, window=21), 25, split_size=split_size), WIDE, [26])
 
 
 def test_partial_results_and_their_log_sums() -> None:
@@ -103,7 +104,7 @@ def test_partial_results_and_their_log_sums() -> None:
     paged = Paged(spec, 13)
     q, k, v = inputs(spec, LENGTH)
     paged.in_steps(q, k, v, TABLE, [LENGTH])
-    plan = paged.backend.plan(batch_of([LENGTH - 1], [1], [TABLE]))
+    plan = paged.plan(batch_of([LENGTH - 1], [1], [TABLE]))
     assert plan.num_entries == 3
     partial, log_sums = torch.empty(3, 6, 16), torch.empty(3, 6)
     last = q[-1:].contiguous()
@@ -134,7 +135,8 @@ def test_partial_results_and_their_log_sums() -> None:
                 )
                 return out[0] if name == "out" else lse[0]
 
-            check_close(found[split], compute, ulps=2.0)
+            # Rounded as what was multiplied is: weights are, before they meet values.
+            check_close(found[split].to(WIDE), compute, ulps=2.0)
 
 
 def ragged(deterministic: bool) -> tuple[Tensor, Tensor, TilePlan]:
@@ -153,7 +155,7 @@ def ragged(deterministic: bool) -> tuple[Tensor, Tensor, TilePlan]:
     before = [0, 18, 16, 20, 17, 0]
     now = [22, 16, 1, 1, 1, 1]
     ours = Paged(spec, 110, deterministic=deterministic)
-    tiled = TiledAttention(spec, resolve("cpu"), block_size=BLOCK, split_size=SPLIT, device=CPU)
+    tiled = TiledAttention(spec, resolve("cpu"), block_size=BLOCK, split_size=SPLIT, device=DEVICE)
     caches = [cache.fill_(torch.nan) for cache in tiled.new_caches(110)]
     prefix = inputs(spec, SPLIT, seed=50)
     outputs, plan = [], None
@@ -165,8 +167,10 @@ def ragged(deterministic: bool) -> tuple[Tensor, Tensor, TilePlan]:
                 x[:SPLIT] = of_prefix
         q, k, v = (torch.cat([sequences[i][j][starts[i] : starts[i] + lengths[i]] for i in at]) for j in range(3))
         batch = batch_of([starts[i] for i in at], [lengths[i] for i in at], [tables[i] for i in at])
-        plan = ours.backend.plan(batch)
-        outputs = [ours(q, k, v, batch), tiled.run(q, k, v, *caches, tiled.plan(batch), spec=spec)]
+        plan = ours.plan(batch)
+        with HOST:
+            of_tiled = tiled.plan(batch)
+        outputs = [ours(q, k, v, batch), tiled.run(q, k, v, *caches, of_tiled, spec=spec)]
     assert plan is not None
     return outputs[0], outputs[1], plan
 
@@ -174,7 +178,7 @@ def ragged(deterministic: bool) -> tuple[Tensor, Tensor, TilePlan]:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_equals_the_torch_backend_on_a_ragged_batch(deterministic: bool) -> None:
     found, expected, plan = ragged(deterministic)
-    assert (found - expected).abs().max() < 2e-6
+    assert (found - expected).abs().max() < (0.03 if ON_GPU else 2e-6)
     assert {tiles.kind for tiles in plan.groups} == ({KIND} if deterministic else {FEW, MANY})
     counts = torch.cat([tiles.count for tiles in plan.groups]).tolist()
     assert 3 in counts  # the shared split
@@ -210,16 +214,16 @@ def test_a_shared_split_changes_no_bytes(kv_dtype: torch.dtype) -> None:
     last = [x[SPLIT:].repeat(24, 1, 1) for x in (q, k, v)]
     batch = batch_of([SPLIT] * 24, [1] * 24, tables)
     # Tiles have 64 rows, 21 queries of 3 heads: the prefix in two, its copy, and everyone's own split.
-    assert len(paged.backend.plan(batch).groups[0].count) == 2 + 1 + 24
+    assert len(paged.plan(batch).groups[0].count) == 2 + 1 + 24
     out = paged(*last, batch)
     assert out.isfinite().all()
     assert all(torch.equal(row, out[0]) for row in out)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [WIDE, torch.int8, *on_gpu(torch.float8_e4m3fn)])
 @pytest.mark.parametrize("where", [0, 1], ids=["key", "value"])
 def test_a_sick_token_is_kept_from_those_before_it(where: int, kv_dtype: torch.dtype) -> None:
-    """Not in float8: the interpreter reads its NaN as 480."""
+    """In float8 on GPUs only: the interpreter reads its NaN as 480."""
     spec, length, sick = spec_of(16), 21, 18
     q, k, v = inputs(spec, length)
     healthy = Paged(spec, 13, kv_dtype=kv_dtype).in_steps(q, k, v, TABLE, [length])

@@ -23,6 +23,7 @@ from batchinfer_kernels.triton.experts import (
 from torch import Tensor
 
 from tests.kernels.triton.accuracy import AsType, check_close
+from tests.kernels.triton.device import ROWS, WIDE, least_ulps
 
 FORMATS = ("plain", "int8", "w4", "w4 whole rows", "fp8 channel", "fp8 block", "fp8 wide", "mxfp4")
 E = 5
@@ -123,7 +124,7 @@ def ids_of(kind: str) -> Tensor:
 @pytest.mark.parametrize("per_slot", [False, True])
 def test_experts_linear(form: str, kind: str, per_slot: bool) -> None:
     torch.manual_seed(len(form) + per_slot)
-    features, depth, dtype = (140, 96, torch.float16) if per_slot else (40, 128, torch.float32)
+    features, depth, dtype = (140, 96, torch.float16) if per_slot else (40, 128, WIDE)
     found_by = layer(form, features, depth, dtype)
     ids = ids_of(kind)
     x = torch.randn(ids.numel() if per_slot else len(ids), depth).to(dtype)
@@ -140,7 +141,7 @@ def test_experts_linear(form: str, kind: str, per_slot: bool) -> None:
         out = torch.zeros(ids.numel(), features, dtype=as_type(x).dtype)
         return experts.linear(ids, product, out, per_slot=per_slot)[there]
 
-    check_close(found[there], compute, ulps=2.0 if dtype == torch.float32 else 1.0)
+    check_close(found[there], compute, ulps=least_ulps(dtype))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -157,7 +158,7 @@ def test_a_row_does_not_depend_on_the_others(form: str) -> None:
         assert torch.equal(whole[start:stop], alone.unflatten(0, some.shape))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("rows, k, width", [(1, 1, 1), (7, 3, 1030), (2, 8, 64)])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_combine(rows: int, k: int, width: int, dtype: torch.dtype, with_residual: bool) -> None:

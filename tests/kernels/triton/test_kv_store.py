@@ -16,15 +16,16 @@ from batchinfer.attention.triton import plan_step
 from batchinfer.layers.rope import Rope
 from batchinfer.modelfiles.rope_config import RopeConfig
 from tests.kernels.triton.accuracy import check_close
-from tests.kernels.triton.paged import CPU, batch_of, normal
+from tests.kernels.triton.device import DEVICE, HOST, ROWS, on_gpu
+from tests.kernels.triton.paged import batch_of, normal
 
 HEADS, GROUP, BLOCK = 2, 3, 4
 # Three chunks: one into its second block, one to the end of its block, one that goes on in a block that it has.
 STARTS, LENGTHS, TABLES = [0, 2, 1], [6, 2, 1], [[3, 1], [6], [0]]
-POSITIONS = torch.tensor([0, 1, 2, 3, 4, 5, 2, 3, 1])
-BLOCKS = torch.tensor([3, 3, 3, 3, 1, 1, 6, 6, 0])
+POSITIONS = torch.tensor([0, 1, 2, 3, 4, 5, 2, 3, 1], device=DEVICE)
+BLOCKS = torch.tensor([3, 3, 3, 3, 1, 1, 6, 6, 0], device=DEVICE)
 TOKENS, NUM_BLOCKS = 9, 7
-FORMATS = (torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8)
+FORMATS = (*ROWS, torch.float8_e4m3fn, torch.int8)
 
 
 def plan_of(head_dim: int) -> TilePlan:
@@ -36,15 +37,16 @@ def plan_of(head_dim: int) -> TilePlan:
         split_size=16,
         window=None,
         row_rule=STRICT,
-        device=CPU,
+        device=DEVICE,
         query_sizes=(8,),
     )
-    return plan_step(batch_of(STARTS, LENGTHS, TABLES), shape, {8: KIND})
+    with HOST:  # where plans are made
+        return plan_step(batch_of(STARTS, LENGTHS, TABLES), shape, {8: KIND})
 
 
 def caches(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor]:
     """Every byte is 255."""
-    k_cache, v_cache = new_caches(NUM_BLOCKS, HEADS, BLOCK, head_dim, dtype=dtype, device=CPU)
+    k_cache, v_cache = new_caches(NUM_BLOCKS, HEADS, BLOCK, head_dim, dtype=dtype, device=DEVICE)
     for cache in (k_cache, v_cache):
         cache.view(torch.uint8).fill_(255)
     return k_cache, v_cache
@@ -58,7 +60,7 @@ def inputs(head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return q.unflatten(-1, (-1, head_dim)), k.unflatten(-1, (-1, head_dim)), v.unflatten(-1, (-1, head_dim))
 
 
-SCALES = torch.tensor([0.5, 0.02]), torch.tensor([0.01, 3.0])
+SCALES = torch.tensor([[0.5, 0.02], [0.01, 3.0]], device=DEVICE).unbind()
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, turning: Turning | None = None) -> list[Tensor]:
@@ -103,7 +105,7 @@ def compare(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, hea
 @pytest.mark.parametrize("head_dim", [16, 80])
 def test_keys_and_values_are_where_the_reference_writes_them(dtype: torch.dtype, head_dim: int) -> None:
     """And nothing else is touched, except fresh blocks, which are cleared."""
-    q, k, v = inputs(head_dim, torch.float16 if dtype == torch.float16 else torch.float32)
+    q, k, v = inputs(head_dim, dtype if dtype in ROWS else torch.float32)
     k[3], v[4] = 0, 0
     k[5, 1] *= 1e-4
     out, *found = run(q, k, v, dtype)
@@ -145,8 +147,8 @@ def turning_of(head_dim: int, rotary_dim: int, has_norm: bool, dtype: torch.dtyp
     config = RopeConfig(
         kind=kind, theta=10000.0, rotary_dim=rotary_dim, max_position_embeddings=256, scaling=SCALINGS[kind]
     )
-    cos, sin = Rope(config, max_model_len=256, device=CPU)(POSITIONS + 200)
-    weights = [torch.rand(head_dim, generator=torch.Generator().manual_seed(i)).to(dtype) for i in (1, 2)]
+    cos, sin = Rope(config, max_model_len=256, device=DEVICE)(POSITIONS + 200)
+    weights = [1 + normal(head_dim, seed=i, dtype=torch.float32).to(dtype) / 4 for i in (1, 2)]
     q_weight, k_weight = weights if has_norm else (None, None)
     return Turning(cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight, eps=1e-6)
 
@@ -168,6 +170,7 @@ def turned(q: Tensor, k: Tensor, at: Turning) -> tuple[Tensor, Tensor]:
         (128, 128, True, torch.float16, "yarn"),
         (80, 32, True, torch.float32, "default"),  # what is beyond 32 is not turned
         (96, 24, False, torch.float16, "default"),
+        *on_gpu((128, 128, True, torch.bfloat16, "llama3"), (64, 64, False, torch.bfloat16, "default")),
     ],
 )
 def test_norms_and_rotation(head_dim: int, rotary_dim: int, has_norm: bool, dtype: torch.dtype, kind: str) -> None:

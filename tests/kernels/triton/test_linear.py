@@ -9,9 +9,10 @@ from batchinfer_kernels.triton.linear import linear
 from torch import Tensor
 
 from tests.kernels.triton.accuracy import AsType, check_close
+from tests.kernels.triton.device import PRODUCTS, WIDE, least_ulps
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", PRODUCTS)
 @pytest.mark.parametrize(
     "rows, columns, depth", [(1, 1, 1), (1, 64, 32), (128, 128, 64), (129, 40, 33), (3, 300, 100), (300, 129, 64)]
 )
@@ -32,8 +33,7 @@ def test_linear(
         y = reference.linear(as_type(x), as_type(weight), None if bias is None else as_type(bias))
         return y if residual is None else as_type(residual) + y
 
-    # Two float32 sums in different orders differ by more than a unit by chance.
-    check_close(found, compute, ulps=2.0 if dtype == torch.float32 else 1.0)
+    check_close(found, compute, ulps=least_ulps(dtype))
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -45,7 +45,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
-    x, weight = torch.randn(4, 40), torch.randn(9, 40)
+    x, weight = torch.randn(4, 40, dtype=WIDE), torch.randn(9, 40, dtype=WIDE)
     whole = linear(x, weight)
     x[2, 7] = torch.inf
     sick = linear(x, weight)

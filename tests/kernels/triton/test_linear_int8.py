@@ -10,9 +10,10 @@ from batchinfer_kernels.triton.linear_int8 import linear_int8
 from torch import Tensor
 
 from tests.kernels.triton.accuracy import AsType, check_close
+from tests.kernels.triton.device import ROWS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("rows, columns, depth", [(1, 1, 1), (128, 128, 128), (129, 40, 100), (3, 300, 64)])
 @pytest.mark.parametrize("extras", [False, True])
 def test_linear_int8(rows: int, columns: int, depth: int, dtype: torch.dtype, extras: bool) -> None:

@@ -9,6 +9,7 @@ from batchinfer_kernels.triton.linear_mxfp4 import linear_mxfp4
 from torch import Tensor
 
 from tests.kernels.triton.accuracy import AsType, check_close
+from tests.kernels.triton.device import PRODUCTS, WIDE, least_ulps
 
 
 def a_weight(features: int, groups: int) -> mxfp4.Packed:
@@ -16,7 +17,7 @@ def a_weight(features: int, groups: int) -> mxfp4.Packed:
     return mxfp4.pack(blocks, torch.randint(122, 128, (features, groups), dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", PRODUCTS)
 @pytest.mark.parametrize("rows, columns, groups", [(1, 8, 1), (65, 130, 2), (3, 300, 5)])
 @pytest.mark.parametrize("extras", [False, True])
 def test_linear_mxfp4(rows: int, columns: int, groups: int, dtype: torch.dtype, extras: bool) -> None:
@@ -33,10 +34,10 @@ def test_linear_mxfp4(rows: int, columns: int, groups: int, dtype: torch.dtype, 
         more = (None if bias is None else as_type(bias), None if residual is None else as_type(residual))
         return mxfp4.linear(as_type(x), packed, *more)
 
-    check_close(found, compute, ulps=2.0 if dtype == torch.float32 else 1.0)
+    check_close(found, compute, ulps=least_ulps(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", PRODUCTS)
 def test_weights_are_those_of_the_format_bit_by_bit(dtype: torch.dtype) -> None:
     packed = a_weight(20, 3)
     assert torch.equal(linear_mxfp4(torch.eye(96, dtype=dtype), packed).T, mxfp4.dequantize(packed, dtype))
@@ -45,7 +46,7 @@ def test_weights_are_those_of_the_format_bit_by_bit(dtype: torch.dtype) -> None:
 def test_the_ends_of_the_scales() -> None:
     blocks = torch.full((3, 1, 16), 0x22, dtype=torch.uint8)  # ones
     packed = mxfp4.pack(blocks, torch.tensor([[0], [254], [255]]).to(torch.uint8))
-    found = linear_mxfp4(torch.eye(32)[:1].contiguous(), packed)
+    found = linear_mxfp4(torch.eye(32, dtype=WIDE)[:1].contiguous(), packed)
     assert found[0, 0] == 2.0**-127 and found[0, 1] == 2.0**127 and found[0, 2].isnan()
 
 

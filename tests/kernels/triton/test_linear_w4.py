@@ -11,6 +11,7 @@ from batchinfer_kernels.triton.linear_w4 import linear_w4
 from torch import Tensor
 
 from tests.kernels.triton.accuracy import AsType, check_close
+from tests.kernels.triton.device import PRODUCTS, least_ulps
 
 
 def a_weight(features: int, depth: int, group: int, dtype: torch.dtype, has_zeros: bool, turned: bool) -> w4.Packed:
@@ -24,7 +25,7 @@ def a_weight(features: int, depth: int, group: int, dtype: torch.dtype, has_zero
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", PRODUCTS)
 @pytest.mark.parametrize(
     "rows, columns, depth, group",
     [(1, 8, 32, 32), (65, 130, 128, 32), (3, 40, 192, 64), (64, 128, 256, 128), (2, 24, 200, 128), (5, 300, 72, 0)],
@@ -44,7 +45,7 @@ def test_linear_w4(rows: int, columns: int, depth: int, group: int, dtype: torch
         more = (None if bias is None else as_type(bias), None if residual is None else as_type(residual))
         return w4.linear(as_type(x), replace(packed, scales=as_type(packed.scales)), *more)
 
-    check_close(found, compute, ulps=2.0 if dtype == torch.float32 else 1.0)
+    check_close(found, compute, ulps=least_ulps(dtype))
 
 
 @pytest.mark.parametrize("group", [32, 0])

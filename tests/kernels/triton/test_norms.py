@@ -9,9 +9,10 @@ from batchinfer_kernels.activation_formats import FORMATS
 from batchinfer_kernels.triton.norms import rms_norm, rms_norm_quantized
 
 from tests.kernels.triton.accuracy import check_close
+from tests.kernels.triton.device import ROWS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("rows, width", [(1, 1), (1, 64), (3, 576), (7, 100), (2, 4097), (1, 16_384)])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype, with_residual: bool) -> None:
@@ -27,7 +28,7 @@ def test_rms_norm(rows: int, width: int, dtype: torch.dtype, with_residual: bool
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", ROWS)
 @pytest.mark.parametrize("rows, width", [(1, 1), (3, 576), (2, 300), (1, 16_384)])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_quantized_it_is_the_norm_quantized(

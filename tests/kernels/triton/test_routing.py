@@ -8,10 +8,13 @@ from batchinfer_kernels import experts
 from batchinfer_kernels.triton import routing
 from torch import Tensor
 
+from tests.kernels.triton.device import ON_GPU
+
 
 def check_same(found: tuple[Tensor, Tensor], meant: tuple[Tensor, Tensor]) -> None:
     assert torch.equal(found[1], meant[1])
-    torch.testing.assert_close(found[0], meant[0], rtol=1e-6, atol=1e-7, equal_nan=True)
+    rtol = 4e-6 if ON_GPU else 1e-6  # exp2 of GPUs is good to two units
+    torch.testing.assert_close(found[0], meant[0], rtol=rtol, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("num_experts, k", [(1, 1), (5, 3), (64, 6), (128, 8)])

@@ -9,9 +9,12 @@ import torch
 from batchinfer_kernels import sampling as specification
 from batchinfer_kernels.sampling import Drawing
 from batchinfer_kernels.triton import sampling
+from batchinfer_kernels.tuning import CAPABILITIES
+from torch import Tensor
 
-from batchinfer.runner.sampler import Sampler
+from batchinfer.runner.sampler import Sampler, SampleRow
 from batchinfer.types.streams import MASK64
+from tests.kernels.triton.device import HOST
 from tests.kernels.triton.drawing import CASES, drawing, sample_row
 
 # What numpy says of infinities, NaN, and temperatures that make everything else too small.
@@ -21,7 +24,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several of them in a small vocabulary."""
-    monkeypatch.setattr(sampling, "DEFAULTS", {80: {"BLOCK": 128, "num_warps": 4, "num_stages": 1}})
+    small = dict.fromkeys(CAPABILITIES, {"BLOCK": 128, "num_warps": 4, "num_stages": 1})
+    monkeypatch.setattr(sampling, "DEFAULTS", small)
+
+
+def by_the_engine(logits: Tensor, rows: list[SampleRow]) -> list[int]:
+    """What its sampler draws on the host."""
+    with HOST:
+        return Sampler(logits.shape[1], HOST).sample(logits.to(HOST, copy=True), rows)
 
 
 def test_uniform_numbers_have_the_bits_of_the_streams() -> None:
@@ -59,7 +69,7 @@ def test_it_draws_what_the_engines_sampler_draws(kind: str) -> None:
     elif kind == "masked":
         logits[torch.rand(len(rows), vocab) < 0.7] = -torch.inf
         logits[:, 3] = 0
-    wanted = Sampler(vocab, torch.device("cpu")).sample(logits.clone(), rows)
+    wanted = by_the_engine(logits, rows)
     assert sampling.sample(logits, drawing(rows)).tolist() == wanted
 
 
@@ -68,7 +78,7 @@ def test_many_seeds() -> None:
     logits = torch.linspace(-4, 4, 40)[torch.randperm(40)].repeat(40, 1)
     rows = [sample_row(i, i % 3) for i in range(40)]
     found = sampling.sample(logits, drawing(rows)).tolist()
-    assert found == Sampler(40, torch.device("cpu")).sample(logits.clone(), rows)
+    assert found == by_the_engine(logits, rows)
     assert len(set(found)) > 5
 
 
