@@ -8,8 +8,9 @@ so that logits are decisive: greedy choices don't hang on rounding.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,9 +123,25 @@ def make_tiny(
     return folder
 
 
+class Draw(NamedTuple):
+    """How a tensor is drawn: normal numbers."""
+
+    shape: tuple[int, ...]
+    std: float
+    mean: float = 0.0
+
+
 def tiny_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, Tensor]:
     """float32 tensors under Hugging Face names for a config; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(*draw.shape, generator=generator) * draw.std + draw.mean
+        for name, draw in tensor_draws(config).items()
+    }
+
+
+def tensor_draws(config: Mapping[str, Any]) -> dict[str, Draw]:
+    """What a checkpoint of a config stores, under Hugging Face names; nothing is allocated."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -132,10 +149,10 @@ def tiny_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, Tensor]:
     qkv_bias = kind == "qwen2" or bool(config.get("attention_bias"))
     o_bias = kind != "qwen2" and bool(config.get("attention_bias"))
 
-    def normal(*shape: int, std: float, mean: float = 0.0) -> Tensor:
-        return torch.randn(*shape, generator=generator) * std + mean
+    def normal(*shape: int, std: float, mean: float = 0.0) -> Draw:
+        return Draw(shape, std, mean)
 
-    tensors: dict[str, Tensor] = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, std=0.3)}
+    tensors: dict[str, Draw] = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, std=0.3)}
 
     def linear(name: str, out_features: int, in_features: int, bias: bool) -> None:
         tensors[f"{name}.weight"] = normal(out_features, in_features, std=1.5 * in_features**-0.5)

@@ -8,7 +8,8 @@ the order of sums, and so the bytes: tables belong to the semantics of a job as 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -19,6 +20,8 @@ from batchinfer_kernels.gpus import table_path
 CAPABILITIES = (80, 90, 100)
 
 Config = Mapping[str, int]
+# (what is tried, what was asked for) while a `trial` lasts.
+_trials: list[tuple[Mapping[str, Config], dict[str, Config]]] = []
 
 
 def config(kernel: str, defaults: Mapping[int, Config], device: torch.device) -> Config:
@@ -26,6 +29,25 @@ def config(kernel: str, defaults: Mapping[int, Config], device: torch.device) ->
 
     Raises ValueError for a table that lacks a key of the defaults, or has another one.
     """
+    found = _resolved(kernel, defaults, device)
+    for tried, asked in _trials:
+        found = asked[kernel] = tried.get(kernel, found)
+    return found
+
+
+@contextmanager
+def trial(tried: Mapping[str, Config] | None = None) -> Iterator[dict[str, Config]]:
+    """While it lasts, kernels of these names are launched with these configurations, whatever the device. What it gives
+    becomes what was asked for, by name: so the names are found that an operation has, and what they stand at."""
+    asked: dict[str, Config] = {}
+    _trials.append((tried or {}, asked))
+    try:
+        yield asked
+    finally:
+        _trials.pop()
+
+
+def _resolved(kernel: str, defaults: Mapping[int, Config], device: torch.device) -> Config:
     if device.type != "cuda":  # the interpreter
         return defaults[CAPABILITIES[0]]
     capability, table = _known(torch.cuda.current_device() if device.index is None else device.index)

@@ -38,7 +38,7 @@ def test_argmax_is_that_of_the_logits(rows: int, vocab: int, width: int) -> None
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's
 def test_more_tiles_than_a_block_of_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = dict.fromkeys(CAPABILITIES, {"BLOCK": 2, "num_warps": 4, "num_stages": 1})
+    small = {c: {"BLOCK": 2, "num_warps": 4, "num_stages": 1} for c in CAPABILITIES}
     monkeypatch.setattr(lm_head, "FINISH_DEFAULTS", small)
     x, weight = operands(4, 700, 64, torch.float16)
     weight[600] = torch.nan

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several of them in a small vocabulary."""
-    small = dict.fromkeys(CAPABILITIES, {"BLOCK": 128, "num_warps": 4, "num_stages": 1})
+    small = {c: {"BLOCK": 128, "num_warps": 4, "num_stages": 1} for c in CAPABILITIES}
     monkeypatch.setattr(sampling, "DEFAULTS", small)
 
 

@@ -42,7 +42,7 @@ RunRows = Callable[..., tuple[Result, Engine]]
 
 def requests(sure: bool = False) -> list[Request]:
     """Three of them share 9 tokens; greedy and drawn, with log-probabilities and without; `sure`: with those of the two
-    best tokens wherever it is greedy."""
+    best tokens everywhere."""
     shared = [3 + 37 * i % 370 for i in range(9)]
     prompts = [[*shared, 40], [*shared, 41, 42], [*shared, 43], [200], list(range(20, 38))]
     sampling = [
@@ -105,9 +105,7 @@ def tokens(result: Result) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_tokens_are_those_of_the_reference(
-    run_rows: RunRows, tiny_folder: Callable[..., Path], model: str
-) -> None:
+def test_tokens_are_those_of_the_reference(run_rows: RunRows, tiny_folder: Callable[..., Path], model: str) -> None:
     found, engine = run_rows(model, "triton", **TOGETHER)
     expected, _ = run_rows(model, "reference", **TOGETHER)
     if ON_GPU:

@@ -1,0 +1,78 @@
+"""Engines of models that no file holds: of a config, with random weights that are made where they lie.
+
+The loader is given what a checkpoint of that config stores, as zeros from /dev/zero; so everything but the numbers goes
+the way of a real model. Then parameters are filled on the device, from a seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchinfer.config import EngineConfig
+from batchinfer.engine import Engine
+from batchinfer.modelfiles import ModelFiles, StoredTensor, TokenizerFiles
+from batchinfer.runner.load import load_runner
+from batchinfer.testing.tiny import tensor_draws
+
+ZEROS = Path("/dev/zero")
+
+
+def random_files(config: Mapping[str, Any]) -> ModelFiles:
+    """A model of the llama family in bfloat16, whose weights are zeros."""
+    tensors = {
+        name: StoredTensor(
+            name=name, file=ZEROS, dtype="BF16", shape=draw.shape, offset=0, nbytes=2 * math.prod(draw.shape)
+        )
+        for name, draw in tensor_draws(config).items()
+    }
+    return ModelFiles(
+        name="random weights",
+        kind="hf",
+        root=ZEROS,
+        config=dict(config),
+        tokenizer=TokenizerFiles(kind="fake"),
+        tensors=tensors,
+        eos_token_ids=frozenset({int(config["eos_token_id"])}),
+    )
+
+
+def random_engine(config: Mapping[str, Any], *, device: torch.device, seed: int = 0, **options: Any) -> Engine:
+    """An engine on Triton's kernels, without a tokenizer. options: of EngineConfig."""
+    files = random_files(config)
+    settings = {"device": device.type, "kernels": "triton", "quantization": "none", "num_threads": 8, **options}
+    settings |= {"num_threads": 1} if device.type == "cpu" else {}
+    engine_config = EngineConfig(model=files.name, **settings)
+    runner = load_runner(files, engine_config)
+    assert isinstance(runner._model, nn.Module)
+    fill(runner._model, seed)
+    return Engine(
+        runner,
+        max_model_len=runner.max_model_len,
+        vocab_size=int(config["vocab_size"]),
+        max_num_seqs=runner.max_num_seqs,
+        max_num_batched_tokens=runner.max_num_batched_tokens,
+        enable_prefix_caching=engine_config.enable_prefix_caching,
+        model=files,
+        facts={name: (fact.value, fact.source) for name, fact in runner.facts().items()},
+    )
+
+
+@torch.no_grad()
+def fill(model: nn.Module, seed: int) -> None:
+    """Weights that keep hidden states of one size from layer to layer, and logits apart; the same for the same seed on
+    the same device."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            is_norm = name.endswith("norm.weight")
+            parameter.normal_(float(is_norm), 0.1, generator=generator)
+        elif name in ("embed.weight", "lm_head.weight"):
+            parameter.normal_(0.0, 0.3, generator=generator)
+        else:
+            parameter.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5, generator=generator)

@@ -1,0 +1,108 @@
+"""Benches as toys in the interpreter: each runs and has a number; a target that is missed is missed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+
+import pytest
+import torch
+
+from batchinfer.testing.gpu.engine_benches import OFFLINE, EngineBenches
+from batchinfer.testing.gpu.kernel_benches import KernelBenches
+from batchinfer.testing.gpu.kernels import cases, step_batch
+from batchinfer.testing.gpu.outcome import Check, Clock, Line, attempt
+from batchinfer.testing.gpu.sizes import TOY, WHOLE
+from batchinfer.testing.gpu.timing import Rates, Timer
+from batchinfer.testing.gpu.tuner import Timed, time_case
+
+CPU = torch.device("cpu")
+RATES = Rates(copy_bytes_s=1e9, product_ops_s=1e10)
+
+
+def lines_of(checks: list[Check], clock: Clock | None = None) -> dict[str, Line]:
+    return {check.name: attempt("benches", check, clock or Clock(600)) for check in checks}
+
+
+def check_numbers(found: dict[str, Line]) -> None:
+    for line in found.values():
+        assert line.status in ("passed", "missed", "number"), line
+        assert line.value is not None and line.value > -1 and math.isfinite(line.value), line
+
+
+def test_benches_of_kernels() -> None:
+    found = lines_of(list(KernelBenches(TOY, CPU).checks()))
+    check_numbers(found)
+    assert len(found) == 10
+
+
+def test_benches_of_the_engine() -> None:
+    benches = EngineBenches(TOY, CPU, Clock(600))
+    found = lines_of(list(benches.checks()))
+    check_numbers(found)
+    rate = found[OFFLINE].value
+    assert rate is not None
+    benches.given = {OFFLINE: rate}
+    check_numbers(lines_of(list(benches.loose_checks())))
+    decode = next(line for name, line in found.items() if name.startswith("decode"))
+    assert decode.numbers["context"] == pytest.approx(TOY.decode_context, abs=3)
+    assert not benches.engine.has_unfinished()
+
+
+def test_an_engine_bench_ends_when_time_does() -> None:
+    late = EngineBenches(TOY, CPU, Clock(-1.0))
+    found = lines_of(list(late.checks()), Clock(60))
+    assert {line.status for line in found.values()} == {"not run"}
+
+
+def test_nothing_is_compared_with_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (line,) = lines_of(list(EngineBenches(TOY, CPU, Clock(60)).peer_checks())).values()
+    assert (line.status, line.text) == ("number", "no peer installed: transformers is not there")
+    (cost,) = lines_of(list(EngineBenches(TOY, CPU, Clock(60), deterministic=False).loose_checks())).values()
+    assert cost.status == "failed" and "no result to be held against" in cost.text
+
+
+def test_kernels_that_are_too_slow_miss_their_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes the same time: nothing is faster than anything."""
+    monkeypatch.setattr(KernelBenches, "_seconds", lambda self, make, *arguments, **options: 1e-3)
+    found = lines_of([check for check in KernelBenches(TOY, CPU).checks() if check.target is not None])
+    assert {(line.status, line.value) for line in found.values()} == {("missed", 1.0)}
+    assert len(found) == 3
+
+
+CASES = {case.name: case for case in cases(TOY, CPU)}
+
+
+@functools.cache
+def timed(name: str) -> Timed:
+    return time_case(CASES[name], Timer(device=CPU, runs=1, warm=0), RATES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_can_be_timed(name: str) -> None:
+    found = timed(name)
+    assert found.seconds > 0 and 0 < found.share < math.inf and found.bytes_s > 0
+    assert found.configs
+
+
+def test_no_kernel_is_left_out() -> None:
+    """By the names of their configurations, which are read where they are asked for."""
+    asked = {kernel for name in CASES for kernel in timed(name).configs}
+    wanted = {"linear", "linear.16", "linear_int8", "linear_w4", "linear_fp8", "linear_mxfp4", "rms_norm", "activation"}
+    wanted |= {"activation_row", "quantize", "lm_head", "lm_head.finish", "sampling.greedy", "sampling.sample"}
+    wanted |= {"attention", "attention_few", "merge", "kv_store", "router", "align", "experts.plain", "combine"}
+    assert wanted <= asked
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    assert WHOLE.products == {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+
+
+def test_sequences_share_the_blocks_of_their_prefix_and_no_others() -> None:
+    batch, num_blocks = step_batch([11, 14, 8], [1, 1, 1], 4, shared=8)
+    assert num_blocks == 2 + 1 + 2 + 1
+    assert (batch.block_tables[:, :2] == batch.block_tables[0, :2]).all()
+    own = [batch.block_tables[0, 2], *batch.block_tables[1, 2:4], batch.block_tables[2, 2]]
+    assert len({*own, *batch.block_tables[0, :2]}) == num_blocks
