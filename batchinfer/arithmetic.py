@@ -13,16 +13,20 @@ from typing import Any
 from batchinfer_kernels import determinism, gpus, triton_outlook
 from batchinfer_kernels.native import outlook
 
-from batchinfer.errors import ConfigError
+from batchinfer.errors import ConfigError, ModelError
 from batchinfer.modelfiles import ModelFiles
+from batchinfer.modelfiles.stored_quantization import stored_quantization
 
 USER = "user"
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8")
+# Made while loading, and how a checkpoint may be stored.
+QUANTIZATIONS = ("none", "int8", "w8a8", "fp8", "gptq", "awq")
+# Of those, as what the cost of weights is known.
+_WEIGHTS = {"w8a8": "int8", "gptq": "int4", "awq": "int4"}
 KV_CACHE_DTYPES = (*DTYPES, "int8")
 KERNELS = ("native", "cpu", "reference", "triton")
 # Named by the field's users, and refused by name until they are there.
-PLANNED = {"quantization": ("int4", "fp8"), "kv_cache_dtype": ("fp8",)}
+PLANNED = {"quantization": ("int4",), "kv_cache_dtype": ("fp8",)}
 VNNI = "this CPU has AVX-512 VNNI"
 
 
@@ -112,6 +116,11 @@ class Arithmetic:
     sources: Mapping[str, str]
     degraded: str | None = None
 
+    @property
+    def weights(self) -> str:
+        """What layers' weights take, as `cost` names it."""
+        return self.dtype if self.quantization == "none" else _WEIGHTS.get(self.quantization, self.quantization)
+
     def __str__(self) -> str:
         weights = self.dtype if self.quantization == "none" else self.quantization
         return f"{weights}, KV cache {self.kv_cache_dtype}, {self.kernels} kernels"
@@ -147,7 +156,7 @@ def resolve_arithmetic(
         put("kv_cache_dtype", kv_cache_dtype, (chosen, "auto: model.dtype"))
         return Arithmetic(**values, instruction_level=None, sources=sources | {"instruction_level": "model"})
     types = chosen if kv_cache_dtype == "auto" else f"{chosen}, {kv_cache_dtype}"
-    unfit = _unfit_for_triton(machine, on_cpu=on_cpu, quantization=quantization, types=types)
+    unfit = _unfit_for_triton(machine, on_cpu=on_cpu, types=types)
     used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else _auto_gpu_kernels(unfit))
     if kernels == "triton" and unfit is not None:
         raise ConfigError(f"engine.kernels triton can't be used here: {unfit}")
@@ -157,7 +166,12 @@ def resolve_arithmetic(
         raise ConfigError(
             f"engine.kernels native can't be used here: {_with_mend(machine)}, or set engine.kernels to cpu"
         )
-    scheme = put("quantization", quantization, _auto_quantization(dtype, used, sources["kernels"]))
+    stored = _stored_scheme(files)
+    if stored is not None:
+        put("quantization", quantization, (stored, f"auto: the checkpoint's {stored}"))
+    else:
+        put("quantization", quantization, _auto_quantization(dtype, used, sources["kernels"]))
+    scheme = values["quantization"] = _for_kernels(values["quantization"], stored, used, sources["kernels"])
     if scheme == "int8" and dtype not in ("auto", "float32"):
         raise ConfigError(
             f"model.dtype {dtype} and model.quantization int8 don't go together: what is not int8 is computed in "
@@ -178,7 +192,7 @@ def resolve_arithmetic(
         on_cpu
         and kernels == "auto"
         and machine.mend is not None
-        and (scheme == "int8" or dtype == quantization == "auto")
+        and (scheme == "int8" or (dtype == quantization == "auto" and stored is None))
     ):
         instead = "int8 is computed by torch" if scheme == "int8" else "everything is computed in float32, not in int8"
         degraded = f"{VNNI}, but {machine.obstacle}: {instead}, which is much slower; {machine.mend}"
@@ -220,13 +234,11 @@ def _auto_gpu_kernels(unfit: str | None) -> tuple[str, str]:
     return "cpu", f"auto: plain torch, since triton can't be used: {unfit}"
 
 
-def _unfit_for_triton(machine: Machine, *, on_cpu: bool, quantization: str, types: str) -> str | None:
+def _unfit_for_triton(machine: Machine, *, on_cpu: bool, types: str) -> str | None:
     """Why Triton's kernels can't be used; `types` of hidden states and KV cache, in words. None where they can."""
     obstacle = machine.triton_on_cpu if on_cpu else machine.triton_on_gpu
     if obstacle is not None:
         return obstacle
-    if quantization not in ("auto", "none"):
-        return f"model.quantization {quantization} is not there with it yet; use none, or engine.kernels cpu"
     if on_cpu and "bfloat16" in types:
         return "Triton's interpreter computes wrong numbers in bfloat16; use float32 or float16"
     if not on_cpu and "float32" in types:
@@ -243,9 +255,39 @@ def _auto_quantization(dtype: str, kernels: str, kernels_source: str) -> tuple[s
     return "none", f"auto: engine.kernels is {kernels}" if kernels_source == USER else kernels_source
 
 
+def _stored_scheme(files: ModelFiles) -> str | None:
+    """How the checkpoint is quantized; None also where it can't be read, which is refused elsewhere."""
+    try:
+        stored = stored_quantization(files.config)
+    except ModelError:
+        return None
+    return None if stored is None else stored.scheme
+
+
+def _for_kernels(scheme: str, stored: str | None, kernels: str, source: str) -> str:
+    """The scheme as kernels have it. Raises ConfigError where the checkpoint, or the kernels, do not go with it."""
+    wanted = scheme
+    if scheme == "int8" and kernels == "triton":
+        scheme = "w8a8"
+    if stored is not None:
+        if scheme != stored:
+            raise ConfigError(
+                f"model.quantization {wanted}: the checkpoint's weights are stored as {stored}, and nothing else is "
+                "made of them; leave model.quantization out, or use the original checkpoint"
+            )
+    elif scheme in ("gptq", "awq"):
+        raise ConfigError(f"model.quantization {scheme}: the checkpoint is not stored so; use none, int8 or fp8")
+    elif scheme in ("w8a8", "fp8") and kernels not in ("triton", "reference"):
+        raise ConfigError(
+            f"model.quantization {scheme} needs engine.kernels triton (or reference, for comparisons), here they are "
+            f"{kernels} ({source}); use int8 or none"
+        )
+    return scheme
+
+
 def _level(machine: Machine, kernels: str, quantization: str, dtype: str) -> str:
     """What of the processor's abilities decides bytes: float32 in torch is the same on all that have AVX-512."""
-    if kernels != "native" and quantization == "none" and dtype == "float32":
+    if kernels != "native" and quantization != "int8" and dtype == "float32":
         return machine.vector_level
     if kernels == "native" and dtype == "float32" and machine.product_level == "amx":
         return "avx512_bf16"  # the C files do not use more than that

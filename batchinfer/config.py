@@ -32,8 +32,8 @@ class EngineConfig:
     num_threads         CPU threads of this engine; None: all cores of this process
     block_size          tokens in a KV block
     split_size          tokens in a KV split of attention; fixes the order of additions, so it is semantic
-    kernels             native (C), cpu (plain torch), reference (its specification), triton (NVIDIA GPUs, weights that
-                        are not quantized); see `arithmetic`. Over an int8 KV cache native also rounds queries and
+    kernels             native (C), cpu (plain torch), reference (its specification), triton (NVIDIA GPUs); see
+                        `arithmetic`. Over an int8 KV cache native also rounds queries and
                         weights (`kv8.split_attention`), the others do not
     instruction_level   of a job that was frozen on some machine: one that has another is refused; None: any
     deterministic       False allows kernels whose sums follow the number of rows: Triton's do then

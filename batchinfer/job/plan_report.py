@@ -266,7 +266,7 @@ def _predict_on(
     found = predict(
         shape,
         device,
-        weights=arithmetic.dtype if arithmetic.quantization == "none" else arithmetic.quantization,
+        weights=arithmetic.weights,
         kv_cache_dtype=arithmetic.kv_cache_dtype,
         group=_group(files),
         job=JobTokens(

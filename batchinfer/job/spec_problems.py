@@ -50,7 +50,7 @@ _PLANNED_VALUES: tuple[tuple[KeyPath, tuple[Any, ...], str], ...] = (
     (("input", "format"), ("openai",), "use parquet, jsonl or arrow with messages_column"),
     (("output", "format"), ("jsonl", "openai"), "use parquet"),
     (("cluster", "kind"), ("slurm", "scheduler"), "use local"),
-    (("model", "quantization"), ("int4", "fp8"), "use auto, int8 or none"),
+    (("model", "quantization"), ("int4",), "use auto, int8, fp8 or none"),
     (("model", "kv_cache_dtype"), ("fp8",), "use auto, int8, bfloat16, float16 or float32"),
     (("failure", "on_too_long"), ("truncate",), "use error; such rows become error rows"),
 )

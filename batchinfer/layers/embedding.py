@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from batchinfer.layers.linear import Linear
 from batchinfer.layers.weight import WeightLayer
+from batchinfer.modelfiles import StoredTensor
 from batchinfer.quant import LinearScheme
 
 
@@ -33,6 +35,8 @@ class LMHead(Linear):
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
+        name: str = "",
+        stored: Mapping[str, Mapping[str, StoredTensor]] | None = None,
     ) -> None:
         super().__init__(
             hidden_size,
@@ -44,6 +48,8 @@ class LMHead(Linear):
             ops=ops,
             dtype=dtype,
             device=device,
+            name=name,
+            stored=stored,
         )
 
     def forward(self, x: Any, residual: Tensor | None = None) -> Tensor:

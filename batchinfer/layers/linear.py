@@ -9,6 +9,7 @@ import torch
 from batchinfer_kernels.table import Ops
 from torch import Tensor, nn
 
+from batchinfer.modelfiles import StoredTensor
 from batchinfer.quant import LinearScheme, LinearShape
 from batchinfer.weights import Part, RowSink
 
@@ -20,6 +21,7 @@ class Linear(nn.Module):
     sensitive  the last parts, by name, that a scheme keeps at a higher precision
     gated      the parts are gate and up, and `gated` is called instead of the layer
     shared     W is another layer's tensor: then nothing of this layer is stored
+    name, stored   see `LinearShape`
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class Linear(nn.Module):
         sensitive: tuple[str, ...] = (),
         gated: bool = False,
         shared: Tensor | None = None,
+        name: str = "",
+        stored: Mapping[str, Mapping[str, StoredTensor]] | None = None,
     ) -> None:
         super().__init__()
         assert list(parts)[len(parts) - len(sensitive) :] == list(sensitive)
@@ -46,6 +50,9 @@ class Linear(nn.Module):
             out_features=features,
             num_sensitive=sum(parts[name] for name in sensitive),
             gated=gated,
+            parts=tuple(parts.values()),
+            name=name,
+            stored=stored or {},
         )
         self.weights = scheme.weights(shape, ops=ops, dtype=dtype, device=device, shared=shared)
         self._register()
@@ -55,9 +62,9 @@ class Linear(nn.Module):
         """y, or residual + y, for which residual [T, N] may be overwritten."""
         return self.weights.linear(x, self.bias, residual)
 
-    def gated(self, x: Any) -> Any:
-        """silu(gate) * up, for the next layer."""
-        return self.weights.gated(x, self.bias)
+    def gated(self, x: Any, feeds: Linear) -> Any:
+        """silu(gate) * up, for the layer that takes it."""
+        return self.weights.gated(x, self.bias, feeds.weights)
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Any:
         """RMS norm of x [T, K], for this layer."""
@@ -68,7 +75,7 @@ class Linear(nn.Module):
         if self.is_shared:
             return shapes
         for name, features in self.out_parts.items():
-            shapes["weight", name] = (features, self.in_features)
+            shapes |= {(kind, name): shape for kind, shape in self.weights.stored(name, features).items()}
             if self.bias is not None:
                 shapes["bias", name] = (features,)
         return shapes
@@ -84,7 +91,7 @@ class Linear(nn.Module):
         if parameter == "bias":
             assert self.bias is not None
             return self.bias.data[start:stop]
-        return self.weights.target(start, stop)
+        return self.weights.target(parameter, name, slice(start, stop))
 
     def loaded(self) -> None:
         self.weights.finish()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 import torch
@@ -12,7 +12,9 @@ from batchinfer_kernels.table import Ops
 from batchinfer.layers.embedding import Embedding, LMHead
 from batchinfer.layers.linear import Linear
 from batchinfer.layers.norm import RMSNorm
+from batchinfer.modelfiles import StoredTensor
 from batchinfer.quant import LinearScheme
+from batchinfer.weights import Part
 
 
 class _Shared(TypedDict):
@@ -24,12 +26,15 @@ class _Shared(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMaker:
-    """dtype: of hidden states, and of the parameters that the scheme has no say in."""
+    """dtype    of hidden states, and of the parameters that the scheme has no say in
+    stored   of a checkpoint that is stored quantized: the tensors of each linear layer's parts (`weights.stored_parts`)
+    """
 
     ops: Ops
     scheme: LinearScheme
     dtype: torch.dtype
     device: torch.device
+    stored: Mapping[Part, Mapping[str, StoredTensor]] = field(default_factory=dict)
 
     def linear(
         self,
@@ -39,9 +44,15 @@ class LayerMaker:
         bias: bool,
         sensitive: tuple[str, ...] = (),
         gated: bool = False,
+        name: str = "",
     ) -> Linear:
-        """See `Linear`."""
-        return Linear(in_features, parts, bias=bias, sensitive=sensitive, gated=gated, **self._shared)
+        """See `Linear`; `name`: its name in the model."""
+        stored = self._stored(name, parts)
+        # GPTQ checkpoints may have biases, of zeros, for layers that have none.
+        bias = bias or any({"qweight", "bias"} <= kinds.keys() for kinds in stored.values())
+        return Linear(
+            in_features, parts, bias=bias, sensitive=sensitive, gated=gated, name=name, stored=stored, **self._shared
+        )
 
     def norm(self, size: int, eps: float, *, feeds: Linear | None = None) -> RMSNorm:
         return RMSNorm(size, eps, feeds=feeds, ops=self.ops, dtype=self.dtype, device=self.device)
@@ -49,8 +60,12 @@ class LayerMaker:
     def embedding(self, vocab_size: int, hidden_size: int) -> Embedding:
         return Embedding((vocab_size, hidden_size), ops=self.ops, dtype=self.dtype, device=self.device)
 
-    def head(self, vocab_size: int, hidden_size: int, *, tied_to: Embedding | None) -> LMHead:
-        return LMHead(vocab_size, hidden_size, tied_to=tied_to, **self._shared)
+    def head(self, vocab_size: int, hidden_size: int, *, tied_to: Embedding | None, name: str = "") -> LMHead:
+        stored = self._stored(name, ("",))
+        return LMHead(vocab_size, hidden_size, tied_to=tied_to, name=name, stored=stored, **self._shared)
+
+    def _stored(self, name: str, parts: Iterable[str]) -> Mapping[str, Mapping[str, StoredTensor]]:
+        return {part: self.stored.get((name, part), {}) for part in parts} if self.stored else {}
 
     @property
     def _shared(self) -> _Shared:

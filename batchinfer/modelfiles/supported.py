@@ -11,6 +11,7 @@ from typing import Any
 from batchinfer.errors import ModelError
 from batchinfer.modelfiles import llama_config
 from batchinfer.modelfiles.files import ModelFiles
+from batchinfer.modelfiles.stored_quantization import MARKS, StoredQuantization, stored_quantization
 
 # What reads and checks the config of each architecture.
 ARCHITECTURES: Mapping[str, Callable[[str, Mapping[str, Any]], object]] = dict.fromkeys(
@@ -34,17 +35,6 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     )
 
 
-def refuse_stored_quantization(config: Mapping[str, Any]) -> None:
-    """Raises ModelError where the checkpoint's weights are quantized in a way that can't be read."""
-    stored = config.get("quantization_config") or config.get("compression_config")
-    if stored:
-        method = stored.get("quant_method", "unnamed") if isinstance(stored, Mapping) else stored
-        raise ModelError(
-            f"the checkpoint is quantized (quantization_config, method {method!r}), which is not supported; "
-            "use the original checkpoint, or a GGUF file of the model"
-        )
-
-
 # Last parts of the names under which quantized checkpoints keep their tensors.
 _QUANTIZED = frozenset(
     [
@@ -61,15 +51,27 @@ _QUANTIZED = frozenset(
 )
 
 
-def refuse_quantized_tensors(files: ModelFiles) -> None:
-    """Raises ModelError where tensors are quantized though the config does not say so: GPTQ and AWQ checkpoints of an
-    older kind say it in a file of their own."""
-    for name, tensor in files.tensors.items():
-        if name.rpartition(".")[2] in _QUANTIZED:
+def check_quantized_tensors(files: ModelFiles) -> None:
+    """Raises ModelError where tensors are quantized though the config does not say so (GPTQ and AWQ checkpoints of an
+    older kind say it in a file of their own), or in another way, and where none is though it does."""
+    stored = stored_quantization(files.config)
+    marks: frozenset[str] = frozenset() if stored is None else MARKS[stored.scheme]
+    lasts = {name: name.rpartition(".")[2] for name in files.tensors}
+    for name, last in lasts.items():
+        if last in _QUANTIZED - marks:
             raise ModelError(
-                f"the checkpoint is quantized (tensor {name!r} in {tensor.file.name}), which is not supported; "
-                "use the original checkpoint, or a GGUF file of the model"
+                f"the checkpoint is quantized (tensor {name!r} in {files.tensors[name].file.name}), which is not "
+                f"supported{_without(stored)}; use the original checkpoint, or a GGUF file of the model"
             )
+    if stored is not None and marks.isdisjoint(lasts.values()):
+        raise ModelError(
+            f"the checkpoint is quantized ({stored.scheme}, as quantization_config says), but it has no tensor "
+            f"{' or '.join(sorted(marks))}: the files are not those that the config describes"
+        )
+
+
+def _without(stored: StoredQuantization | None) -> str:
+    return " without a quantization_config in config.json" if stored is None else f" in a checkpoint of {stored.scheme}"
 
 
 def check_supported(files: ModelFiles) -> None:
@@ -78,8 +80,7 @@ def check_supported(files: ModelFiles) -> None:
         return
     try:
         architecture = architecture_of(files.config)
-        refuse_stored_quantization(files.config)
-        refuse_quantized_tensors(files)
+        check_quantized_tensors(files)
         ARCHITECTURES[architecture](architecture, files.config)
     except ModelError as error:
         raise ModelError(f"{files.root}: {error}") from error

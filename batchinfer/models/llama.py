@@ -28,7 +28,7 @@ from batchinfer.layers import LayerMaker, Rope
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.modelfiles.llama_config import LlamaConfig
 from batchinfer.models.base import BuildOptions, ModelFacts
-from batchinfer.weights import Ignore, Rule, equal_values
+from batchinfer.weights import Ignore, Rule, equal_values, stored_parts
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +41,9 @@ class Attention(nn.Module):
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.sizes = [q_size, kv_size, kv_size]
         parts = {"q": q_size, "k": kv_size, "v": kv_size}
-        self.qkv = make.linear(config.hidden_size, parts, bias=config.qkv_bias, sensitive=("v",))
-        self.o = make.linear(q_size, {"": config.hidden_size}, bias=config.o_bias)
+        at = f"layers.{layer}.attn"
+        self.qkv = make.linear(config.hidden_size, parts, bias=config.qkv_bias, sensitive=("v",), name=f"{at}.qkv")
+        self.o = make.linear(q_size, {"": config.hidden_size}, bias=config.o_bias, name=f"{at}.o")
         self.q_norm = make.norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = make.norm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -75,22 +76,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: LlamaConfig, make: LayerMaker) -> None:
+    def __init__(self, layer: int, config: LlamaConfig, make: LayerMaker) -> None:
         super().__init__()
         inner = config.intermediate_size
-        self.gate_up = make.linear(config.hidden_size, {"gate": inner, "up": inner}, bias=config.mlp_bias, gated=True)
-        self.down = make.linear(inner, {"": config.hidden_size}, bias=config.mlp_bias)
+        parts, at = {"gate": inner, "up": inner}, f"layers.{layer}.mlp"
+        self.gate_up = make.linear(config.hidden_size, parts, bias=config.mlp_bias, gated=True, name=f"{at}.gate_up")
+        self.down = make.linear(inner, {"": config.hidden_size}, bias=config.mlp_bias, name=f"{at}.down")
 
     def forward(self, x: Any, residual: Tensor) -> Tensor:
         """residual + MLP of x."""
-        return self.down.forward(self.gate_up.gated(x), residual)
+        return self.down.forward(self.gate_up.gated(x, self.down), residual)
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, layer: int, config: LlamaConfig, make: LayerMaker) -> None:
         super().__init__()
         self.attn = Attention(layer, config, make)
-        self.mlp = MLP(config, make)
+        self.mlp = MLP(layer, config, make)
         self.input_norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.attn.qkv)
         self.post_norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.mlp.gate_up)
 
@@ -141,7 +143,7 @@ class LlamaForCausalLM(nn.Module):
         self.embed = make.embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(i, config, make) for i in range(config.num_layers))
         tied_to = self.embed if config.tie_word_embeddings else None
-        self.lm_head = make.head(config.vocab_size, config.hidden_size, tied_to=tied_to)
+        self.lm_head = make.head(config.vocab_size, config.hidden_size, tied_to=tied_to, name="lm_head")
         self.norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.lm_head)
         self.rope = Rope(config.rope, max_model_len=facts.max_model_len, device=make.device)
         self._decoder: NativeDecoder | None = None  # made when weights are there
@@ -202,15 +204,15 @@ class LlamaForCausalLM(nn.Module):
         ignores = HF_IGNORES
         if self.config.tie_word_embeddings:
             ignores += (Ignore(stored="lm_head.weight", reason="tied to the embedding"),)
-            return tuple(rule for rule in HF_RULES if rule.stored != "lm_head.weight"), ignores
+            return tuple(rule for rule in HF_RULES if rule.parameter != _HEAD), ignores
         return HF_RULES, ignores
 
 
-_HF_LAYER, _OUR_LAYER = "model.layers.{i}.", "layers.{i}."
+_HF_LAYER, _OUR_LAYER, _HEAD = "model.layers.{i}.", "layers.{i}.", "lm_head.{kind}"
 HF_RULES: tuple[Rule, ...] = (
     Rule(stored="model.embed_tokens.weight", parameter="embed.weight"),
     Rule(stored="model.norm.weight", parameter="norm.weight"),
-    Rule(stored="lm_head.weight", parameter="lm_head.weight"),
+    Rule(stored="lm_head.{kind}", parameter=_HEAD),
     Rule(stored=_HF_LAYER + "input_layernorm.weight", parameter=_OUR_LAYER + "input_norm.weight"),
     Rule(stored=_HF_LAYER + "post_attention_layernorm.weight", parameter=_OUR_LAYER + "post_norm.weight"),
     *(
@@ -305,7 +307,10 @@ def build(architecture: str, files: ModelFiles, options: BuildOptions) -> LlamaF
         dtype_source=options.dtype_source,
         quantization=options.layers.scheme.name,
     )
-    return LlamaForCausalLM(config, facts, options.layers)
+    layers = options.layers
+    if layers.scheme.stored_types:
+        layers = replace(layers, stored=stored_parts(files.tensors, HF_RULES))
+    return LlamaForCausalLM(config, facts, layers)
 
 
 def _has_own_head(files: ModelFiles) -> bool:

@@ -58,11 +58,19 @@ def load_model(
             layers=LayerMaker(ops=ops, scheme=scheme, dtype=resolved, device=device),
         )
         model = ARCHITECTURES[architecture](architecture, files, options)
+        assert isinstance(model, nn.Module)
+        rules, ignores = model.weight_rules(files.kind)
+        load_weights(
+            model,
+            files.tensors,
+            rules,
+            ignores,
+            where=str(files.root),
+            num_threads=num_threads,
+            stored_types=scheme.stored_types,
+        )
     except ModelError as error:
         if str(files.root) in str(error):
             raise
         raise ModelError(f"{files.root}: {error}") from error
-    assert isinstance(model, nn.Module)
-    rules, ignores = model.weight_rules(files.kind)
-    load_weights(model, files.tensors, rules, ignores, where=str(files.root), num_threads=num_threads)
     return model

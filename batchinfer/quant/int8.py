@@ -1,10 +1,13 @@
-"""int8 weights and activations, made while loading from any stored type; `batchinfer_kernels.int8` has the numbers.
+"""int8 weights and activations of CPUs, made while loading from any stored type; `batchinfer_kernels.int8` has the
+numbers. GPUs have another int8: `w8a8`.
 
 Rows are quantized as they are read, so that a layer is never there in full precision. Layers' sensitive features, and
 so the whole head, are kept in bfloat16. Activations between products are float32.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from batchinfer_kernels.int8 import TURNED, Int8Ops, QuantizedRows
@@ -14,12 +17,16 @@ from torch import Tensor
 
 from batchinfer.quant.shape import LinearShape
 
+if TYPE_CHECKING:
+    from batchinfer.quant.scheme import LinearWeights
+
 # Rows of a shared weight that are converted at a time: about as many elements as are read at a time otherwise.
 _SHARED_ROWS = 512
 
 
 class Int8:
     name = "int8"
+    stored_types: frozenset[str] = frozenset()
 
     def weights(
         self,
@@ -39,15 +46,18 @@ class Int8Weights:
 
     def __init__(self, shape: LinearShape, ops: Ops, device: torch.device, shared: Tensor | None) -> None:
         self.params: dict[str, Tensor] = {}
-        self._shape, self._ops, self._device, self._shared = shape, ops.int8, device, shared
+        self._shape, self._table, self._ops, self._device, self._shared = shape, ops, ops.int8, device, shared
         self._num_values = shape.out_features - shape.num_sensitive
         self._takes = {"values": self._num_values > 0, "plain": shape.num_sensitive > 0}
         self._staged: _Rows | None = None
 
-    def target(self, start: int, stop: int) -> _Part:
+    def stored(self, part: str, features: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (features, self._shape.in_features)}
+
+    def target(self, kind: str, part: str, span: slice) -> _Part:
         if self._staged is None:
             self._staged = _Rows(self._shape, self._ops)
-        return _Part(self._staged, start)
+        return _Part(self._staged, span.start)
 
     def finish(self) -> None:
         rows, self._staged = self._staged, None
@@ -76,8 +86,11 @@ class Int8Weights:
     def logits(self, x: Tensor | QuantizedRows) -> Tensor:
         return self.linear(x, None, None).float()
 
-    def gated(self, x: Tensor | QuantizedRows, bias: Tensor | None) -> QuantizedRows:
+    def gated(self, x: Tensor | QuantizedRows, bias: Tensor | None, feeds: LinearWeights) -> QuantizedRows:
         return self._ops.gated(self._rows(x), self.params, bias)
+
+    def activated(self, gate_up: Tensor) -> QuantizedRows:
+        return self._rows(self._table.silu_and_mul(gate_up))
 
     def argmax(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor]:
         return self._ops.argmax(self._rows(x), self.params)

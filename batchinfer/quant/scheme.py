@@ -1,7 +1,7 @@
 """What a quantization scheme is, and the one of a name.
 
-To add a scheme: a file beside this one, an entry in `resolve_scheme` and in `arithmetic`, its detection from
-`quantization_config`.
+To add a scheme: a file beside this one, an entry in `resolve_scheme` and in `arithmetic`; its detection from
+`quantization_config` is in `modelfiles.stored_quantization`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from batchinfer_kernels.native.int8 import PackedLayer
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
-from batchinfer.errors import ConfigError
-from batchinfer.modelfiles.supported import refuse_stored_quantization
+from batchinfer.errors import ConfigError, ModelError
+from batchinfer.modelfiles.stored_quantization import stored_quantization
+from batchinfer.quant.fp8 import Fp8
 from batchinfer.quant.int8 import Int8
 from batchinfer.quant.shape import LinearShape
 from batchinfer.quant.unquantized import Unquantized
+from batchinfer.quant.w4 import W4
+from batchinfer.quant.w8a8 import W8A8
 from batchinfer.weights import RowSink
 
 
@@ -31,8 +34,13 @@ class LinearWeights(Protocol):
 
     params: dict[str, Tensor]
 
-    def target(self, start: int, stop: int) -> Tensor | RowSink:
-        """Where output features start .. stop of the stored weight go, about to be read."""
+    def stored(self, part: str, features: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that are stored of a part with so many output features, by their kinds: the last parts
+        of their names."""
+        ...
+
+    def target(self, kind: str, part: str, span: slice) -> Tensor | RowSink:
+        """Where the stored tensor of a kind and part goes, about to be read; `span`: the part's output features."""
         ...
 
     def finish(self) -> None:
@@ -47,8 +55,12 @@ class LinearWeights(Protocol):
         """y [T, N] = x W^T + bias, or residual + y, for which residual [T, N] may be overwritten."""
         ...
 
-    def gated(self, x: Any, bias: Tensor | None) -> Any:
-        """silu(gate) * up for [gate | up] = x W^T + bias, as this scheme's products take it."""
+    def gated(self, x: Any, bias: Tensor | None, feeds: LinearWeights) -> Any:
+        """silu(gate) * up for [gate | up] = x W^T + bias, as products of `feeds` take it."""
+        ...
+
+    def activated(self, gate_up: Tensor) -> Any:
+        """silu(gate) * up of gate_up [T, 2 K] = [gate | up], as this layer's products take it."""
         ...
 
     def logits(self, x: Any) -> Tensor:
@@ -66,7 +78,12 @@ class LinearWeights(Protocol):
 
 
 class LinearScheme(Protocol):
+    """name          as `arithmetic` has it
+    stored_types  types of tensors that are read as they are, beside floating-point ones
+    """
+
     name: str
+    stored_types: frozenset[str]
 
     def weights(
         self,
@@ -84,10 +101,21 @@ class LinearScheme(Protocol):
 
 def resolve_scheme(quantization: str, config: Mapping[str, Any]) -> LinearScheme:
     """The scheme of a name that `arithmetic` has resolved. Raises ConfigError for another, and ModelError where the
-    checkpoint's weights are stored quantized in a way that can't be read."""
-    refuse_stored_quantization(config)
+    checkpoint's weights are stored quantized in another way, or in one that can't be read."""
+    stored = stored_quantization(config)
+    if stored is not None and stored.scheme != quantization:
+        raise ModelError(
+            f"the checkpoint is quantized ({stored.scheme}, as its quantization_config says); model.quantization "
+            f"{quantization} is not supported for it: leave that out"
+        )
     if quantization == "none":
         return Unquantized()
     if quantization == "int8":
         return Int8()
-    raise ConfigError(f"there is no quantization {quantization!r} for weights, only none and int8")
+    if quantization == "w8a8":
+        return W8A8(stored)
+    if quantization == "fp8":
+        return Fp8(stored)
+    if stored is not None:
+        return W4(stored)
+    raise ConfigError(f"there is no quantization {quantization!r} for weights, only none, int8, w8a8 and fp8")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from batchinfer.modelfiles import StoredTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,9 +16,15 @@ class LinearShape:
     out_features   N
     num_sensitive  the last output features whose errors count for more: a scheme that lowers precision keeps those
     gated          N is [gate | up], and only `gated` is asked for
+    parts          output features of each part that is stored by itself, in order
+    name           of the layer in the model, for messages
+    stored         of a checkpoint that is stored quantized: each part's tensors, by the last part of their names
     """
 
     in_features: int
     out_features: int
     num_sensitive: int = 0
     gated: bool = False
+    parts: tuple[int, ...] = ()
+    name: str = ""
+    stored: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
 from batchinfer.quant.shape import LinearShape
 
+if TYPE_CHECKING:
+    from batchinfer.quant.scheme import LinearWeights
+
 
 class Unquantized:
     name = "none"
+    stored_types: frozenset[str] = frozenset()
 
     def weights(
         self,
@@ -33,8 +39,11 @@ class PlainWeights:
         self.params = {"weight": weight}
         self._ops, self._weight = ops, weight.data
 
-    def target(self, start: int, stop: int) -> Tensor:
-        return self._weight[start:stop]
+    def stored(self, part: str, features: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (features, self._weight.shape[1])}
+
+    def target(self, kind: str, part: str, span: slice) -> Tensor:
+        return self._weight[span]
 
     def finish(self) -> None:
         pass
@@ -48,8 +57,11 @@ class PlainWeights:
     def logits(self, x: Tensor) -> Tensor:
         return self._ops.logits(x, self._weight)
 
-    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._ops.silu_and_mul(self._ops.linear(x, self._weight, bias))
+    def gated(self, x: Tensor, bias: Tensor | None, feeds: LinearWeights) -> Any:
+        return feeds.activated(self.linear(x, bias, None))
+
+    def activated(self, gate_up: Tensor) -> Tensor:
+        return self._ops.silu_and_mul(gate_up)
 
     def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self._ops.linear_argmax(x, self._weight)

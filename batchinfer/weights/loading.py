@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
@@ -25,6 +25,9 @@ from batchinfer.weights.gguf_types import DEQUANTIZED, Bytes, Floats, dequantize
 from batchinfer.weights.rules import Ignore, Part, Rule, WeightError, match
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Read as they are, where a layer asks for just that type.
+STORED_TYPES = {"I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
+_TYPES = PLAIN_TYPES | STORED_TYPES
 # Elements handled at once: large enough that Python's share is nothing, small enough for the cache.
 PIECE_ELEMENTS = 1 << 18
 
@@ -81,8 +84,12 @@ def load_weights(
     *,
     where: str,
     num_threads: int | None = None,
+    stored_types: Collection[str] = (),
 ) -> None:
-    """Fills every parameter of `model` from `tensors`. Raises WeightError where they don't fit together."""
+    """Fills every parameter of `model` from `tensors`. Raises WeightError where they don't fit together.
+
+    stored_types   of STORED_TYPES: what may be there beside floating-point types and those that are made such
+    """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Loadable)}
     owners: dict[Part, tuple[Loadable, Part, tuple[int, ...]]] = {}
     for name, layer in layers.items():
@@ -93,8 +100,11 @@ def load_weights(
     progress = _Progress()
     for name, (model_part, rule) in matched.items():
         layer, layer_part, shape = owners[model_part]
-        _check(tensors[name], shape)
-        items.append(_Item(stored=tensors[name], layer=layer, part=layer_part, rule=rule))
+        stored = tensors[name]
+        _check(stored, shape, stored_types)
+        if not shape:
+            stored = replace(stored, shape=(1,))
+        items.append(_Item(stored=stored, layer=layer, part=layer_part, rule=rule))
         progress.parts_left[id(layer)] = progress.parts_left.get(id(layer), 0) + 1
     workers = num_threads or min(8, len(os.sched_getaffinity(0)))
     with (
@@ -112,11 +122,11 @@ def load_weights(
             layer.loaded()
 
 
-def _check(stored: StoredTensor, shape: tuple[int, ...]) -> None:
-    if stored.dtype not in PLAIN_TYPES and stored.dtype not in DEQUANTIZED:
+def _check(stored: StoredTensor, shape: tuple[int, ...], stored_types: Collection[str]) -> None:
+    if stored.dtype not in PLAIN_TYPES and stored.dtype not in DEQUANTIZED and stored.dtype not in stored_types:
         raise WeightError(
             f"{stored.file}: tensor {stored.name!r} is of type {stored.dtype}, which is not supported; "
-            f"supported are {', '.join([*PLAIN_TYPES, *sorted(DEQUANTIZED)])}"
+            f"supported are {', '.join([*PLAIN_TYPES, *sorted(stored_types), *sorted(DEQUANTIZED)])}"
         )
     if stored.shape != shape:
         raise WeightError(
@@ -141,6 +151,7 @@ def _copy_piece(reader: TensorReader, progress: _Progress, item: _Item, start: i
     with progress.lock:
         if item.target is None:
             item.target = item.layer.target(item.part)
+            _check_target(item.stored, item.target)
     stored, target = item.stored, item.target
     if isinstance(target, Tensor):
         _fill(target[start:stop], item.rule, reader, stored, start, stop)
@@ -159,10 +170,19 @@ def _copy_piece(reader: TensorReader, progress: _Progress, item: _Item, start: i
         item.layer.loaded()
 
 
+def _check_target(stored: StoredTensor, target: Tensor | RowSink) -> None:
+    """Types that are read as they are go where that type is kept, and nothing else does."""
+    kept = target.dtype if isinstance(target, Tensor) and target.dtype in STORED_TYPES.values() else None
+    if STORED_TYPES.get(stored.dtype) != kept:
+        raise WeightError(
+            f"{stored.file}: tensor {stored.name!r} is of type {stored.dtype}, which is not expected there"
+        )
+
+
 def _fill(piece: Tensor, rule: Rule, reader: TensorReader, stored: StoredTensor, start: int, stop: int) -> None:
     """Rows start .. stop of a stored tensor into the part of a parameter that they belong to."""
     on_cpu = piece.device.type == "cpu"
-    if on_cpu and rule.view is None and piece.dtype == PLAIN_TYPES.get(stored.dtype) and piece.is_contiguous():
+    if on_cpu and rule.view is None and piece.dtype == _TYPES.get(stored.dtype) and piece.is_contiguous():
         row_bytes = stored.nbytes // stored.shape[0]
         reader.read_into(piece.view(-1).view(torch.uint8).numpy(), stored, start * row_bytes)
         return
@@ -199,11 +219,11 @@ class TensorReader:
             os.close(self._descriptors.popitem()[1])
 
     def rows(self, stored: StoredTensor, start: int, stop: int) -> Tensor:
-        """Rows start .. stop, in the stored type where that is a plain one, else dequantized to float32."""
+        """Rows start .. stop, in the stored type where torch has it, else dequantized to float32."""
         row_bytes = stored.nbytes // stored.shape[0]
         raw = self.bytes(stored, start * row_bytes, (stop - start) * row_bytes)
         shape = (stop - start, *stored.shape[1:])
-        plain = PLAIN_TYPES.get(stored.dtype)
+        plain = _TYPES.get(stored.dtype)
         if plain is not None:
             return torch.from_numpy(raw).view(plain).view(shape)
         return torch.from_numpy(dequantize(raw, stored.dtype)).view(shape)

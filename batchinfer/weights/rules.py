@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from batchinfer.errors import ModelError
+from batchinfer.modelfiles import StoredTensor
 
 MAX_LISTED = 12
+_KIND = ".{kind}"
 
 
 class WeightError(ModelError):
@@ -97,6 +99,20 @@ def match(
     missing = [part for part in parts if part not in filled]
     if unknown or missing or doubled:
         raise WeightError(_complaint(where, unknown, [_stored_name(p, rules) for p in missing], doubled))
+    return found
+
+
+def stored_parts(tensors: Mapping[str, StoredTensor], rules: Sequence[Rule]) -> dict[Part, dict[str, StoredTensor]]:
+    """What is stored for each layer, by (its name in the model, part), then by kind: the last part of a tensor's name.
+    Of the rules that leave the kind open, as "{kind}" at the end of `stored` and of `parameter`."""
+    compiled = [(compile_pattern(rule.stored), rule) for rule in rules if rule.parameter.endswith(_KIND)]
+    found: dict[Part, dict[str, StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        for pattern, rule in compiled:
+            if (hit := pattern.fullmatch(name)) is not None:
+                values = hit.groupdict()
+                part = (rule.parameter.removesuffix(_KIND).format(**values), rule.part.format(**values))
+                found.setdefault(part, {})[values["kind"]] = tensor
     return found
 
 

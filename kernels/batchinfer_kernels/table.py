@@ -1,8 +1,8 @@
 """The table of operations: their names and signatures, and the choice of an implementation.
 
 Resolved once when a model is built (`resolve`), never per call. What each operation computes is said, with shapes,
-in `reference` and `int8`; how products are made independent of the batch in `probe`. A new backend is one module beside
-`cpu` and one branch here.
+in `reference`, `int8` and `formats`; how products are made independent of the batch in `probe`. A new backend is one
+module beside `cpu` and one branch here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchinfer_kernels import cpu, reference, triton_outlook
+from batchinfer_kernels import cpu, formats, reference, triton_outlook
+from batchinfer_kernels.formats import FormatOps
 from batchinfer_kernels.int8 import Int8Ops, ReferenceInt8
 from batchinfer_kernels.native import library, rope
 from batchinfer_kernels.native.decoder import NativeDecoder
@@ -44,6 +45,7 @@ class Ops:
     row_rule  how `linear`, and attention's own products, keep independent of the number of rows
     decoder   all of a model's int8 layers in one call, with the bytes that the operations one by one would give; None
               where there is no such thing
+    formats   of weights in GPUs' formats; None where there are no products with such
     turns     whether attention of this backend norms heads and rotates them itself, told by a `turning.Turning`
     """
 
@@ -59,6 +61,7 @@ class Ops:
     kv_write: KVWrite
     int8: Int8Ops
     decoder: type[NativeDecoder] | None
+    formats: FormatOps | None = None
     turns: bool = False
 
 
@@ -94,13 +97,14 @@ def resolve(
             kv_write=reference.kv_write,
             int8=ReferenceInt8(rows),
             decoder=None,
+            formats=formats.REFERENCE,
         )
     if backend == "triton":
         if (obstacle := triton_outlook.obstacle(on_cpu=kind == "cpu")) is not None:
             raise ValueError(f"kernel backend 'triton' can't be used on {kind}: {obstacle}")
         from batchinfer_kernels.triton.ops import make_ops  # imports triton, which need not be there
 
-        return make_ops(deterministic=deterministic)
+        return make_ops(torch.device(device), deterministic=deterministic)
     if backend == "native":
         library.load()
     return Ops(

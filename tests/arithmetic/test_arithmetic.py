@@ -21,8 +21,10 @@ H200 = replace(GPU, gpu_level="sm_90", gpu_name="NVIDIA H200")
 INTERPRETER = replace(OLDER, triton_on_cpu=None)
 
 
-def resolved(machine: Machine, *, stored: str = "bfloat16", **options: Any) -> Arithmetic:
-    config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": stored}
+def resolved(
+    machine: Machine, *, stored: str = "bfloat16", quantized: dict[str, Any] | None = None, **options: Any
+) -> Arithmetic:
+    config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": stored, "quantization_config": quantized}
     files = ModelFiles(
         name="m", kind="hf", root=Path("m"), config=config, tokenizer=TokenizerFiles(kind="tokenizer_json")
     )
@@ -68,7 +70,19 @@ INT8 = ("float32", "int8", "int8", "native", "avx512_bf16")
         # What Triton's kernels are not for falls to plain torch.
         (GPU, {"device": "cuda", "dtype": "float32"}, ("float32", "none", "float32", "cpu", None)),
         (GPU, {"device": "cuda", "kv_cache_dtype": "float32"}, ("bfloat16", "none", "float32", "cpu", None)),
-        (GPU, {"device": "cuda", "quantization": "int8"}, ("float32", "int8", "float32", "cpu", None)),
+        (GPU, {"device": "cuda", "quantization": "int8"}, ("bfloat16", "w8a8", "bfloat16", "triton", None)),
+        (
+            GPU,
+            {"device": "cuda", "quantization": "int8", "dtype": "float16"},
+            ("float16", "w8a8", "float16", "triton", None),
+        ),
+        (
+            GPU,
+            {"device": "cuda", "quantization": "int8", "kernels": "cpu"},
+            ("float32", "int8", "float32", "cpu", None),
+        ),
+        (GPU, {"device": "cuda", "quantization": "fp8"}, ("bfloat16", "fp8", "bfloat16", "triton", None)),
+        (SUITED, {"kernels": "reference", "quantization": "fp8"}, ("float32", "fp8", "float32", "reference", "avx512")),
         (H200, {"device": "cuda"}, ("bfloat16", "none", "bfloat16", "triton", "sm_90")),
         (H200, {"device": "cuda", "kernels": "cpu"}, ("bfloat16", "none", "bfloat16", "cpu", "sm_90")),
         (H200, {}, ("float32", "none", "float32", "cpu", "avx512")),
@@ -86,6 +100,44 @@ def test_what_auto_becomes(machine: Machine, options: dict[str, str], expected: 
     # Frozen and resolved again, as a job that goes on, it is the same.
     again = {name: getattr(found, name) for name in ("dtype", "quantization", "kv_cache_dtype", "kernels")}
     assert values(resolved(machine, device=options.get("device", "auto"), **again)) == expected
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("machine", "quantized", "options", "expected"),
+    [
+        (GPU, GPTQ, {"device": "cuda"}, ("float16", "gptq", "float16", "triton", None)),
+        (GPU, GPTQ, {"device": "cuda", "dtype": "bfloat16"}, ("bfloat16", "gptq", "bfloat16", "triton", None)),
+        (GPU, FP8, {"device": "cuda", "quantization": "fp8"}, ("float16", "fp8", "float16", "triton", None)),
+        # Kernels without such products multiply what the weights stand for.
+        (SUITED, GPTQ, {}, ("float32", "gptq", "float32", "native", "avx512_bf16")),
+        (OLDER, FP8, {}, ("float32", "fp8", "float32", "cpu", "avx2")),
+        (NO_COMPILER, GPTQ, {}, ("float32", "gptq", "float32", "cpu", "avx512")),
+    ],
+)
+def test_a_checkpoint_that_is_stored_quantized_stays_so(
+    machine: Machine, quantized: dict[str, Any], options: dict[str, str], expected: tuple[Any, ...]
+) -> None:
+    found = resolved(machine, stored="float16", quantized=quantized, **options)
+    assert values(found) == expected
+    if "quantization" not in options:
+        assert found.sources["quantization"] == f"auto: the checkpoint's {expected[1]}"
+    assert found.degraded is None
+    again = {name: getattr(found, name) for name in ("dtype", "quantization", "kv_cache_dtype", "kernels")}
+    again["device"] = options.get("device", "auto")
+    assert values(resolved(machine, stored="float16", quantized=quantized, **again)) == expected
+    for other in ("none", "int8"):
+        with pytest.raises(ConfigError, match=f"weights are stored as {expected[1]}"):
+            resolved(machine, quantized=quantized, **(options | {"quantization": other}))
+
+
+def test_what_weights_take() -> None:
+    assert resolved(GPU, device="cuda", quantization="int8").weights == "int8"
+    assert resolved(GPU, device="cuda").weights == "bfloat16"
+    assert resolved(GPU, device="cuda", quantized=GPTQ).weights == "int4"
 
 
 def test_the_level_counts_only_where_bytes_follow_it() -> None:
@@ -133,8 +185,10 @@ def test_what_could_be_faster_is_said_with_how_to_mend_it(
     ("options", "says"),
     [
         ({"quantization": "int4"}, r"model\.quantization: 'int4' is planned and not there yet; use auto, none or int8"),
-        ({"quantization": "fp8"}, "planned"),
-        ({"quantization": "awq"}, r"model\.quantization must be auto, none or int8, got 'awq'"),
+        ({"quantization": "fp8"}, r"fp8 needs engine\.kernels triton .* here they are native \(auto: this CPU has"),
+        ({"quantization": "w8a8", "kernels": "cpu"}, r"w8a8 needs .* triton .* here they are cpu \(user\)"),
+        ({"quantization": "awq"}, r"model\.quantization awq: the checkpoint is not stored so; use none, int8 or fp8"),
+        ({"quantization": "int3"}, r"model\.quantization must be auto, none or int8 or .*, got 'int3'"),
         ({"kv_cache_dtype": "fp8"}, r"model\.kv_cache_dtype: 'fp8' is planned"),
         ({"kv_cache_dtype": "half"}, r"model\.kv_cache_dtype must be auto, float32 or bfloat16 or float16 or int8"),
         ({"kernels": "cuda"}, r"engine\.kernels must be auto"),
@@ -162,7 +216,6 @@ def test_kernels_that_were_asked_for_and_can_not_be_had() -> None:
         (GPU, {}, "no GPU"),
         (GPU, {"device": "cuda", "dtype": "float32"}, "float32 do not fit a GPU's shared memory"),
         (GPU, {"device": "cuda", "kv_cache_dtype": "float32"}, "float32 do not fit a GPU's shared memory"),
-        (GPU, {"device": "cuda", "quantization": "int8"}, r"model\.quantization int8 is not there with it yet"),
         (INTERPRETER, {"dtype": "bfloat16"}, "interpreter computes wrong numbers in bfloat16"),
     ],
 )

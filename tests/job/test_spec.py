@@ -166,7 +166,7 @@ def test_one_problem_one_line(tmp_path, find, replace, expected):
         ("input.format=openai", "openai is planned"),
         ("cluster.kind=slurm", "slurm is planned and not there yet; use local"),
         ("cluster.kind=scheduler", "scheduler is planned"),
-        ("model.quantization=fp8", "fp8 is planned"),
+        ("model.quantization=int4", "int4 is planned"),
         ("model.kv_cache_dtype=fp8", "fp8 is planned"),
         ("engine.tensor_parallel_size=2", "2 is planned and not there yet"),
         ("sampling.prompt_logprobs=1", "prompt_logprobs"),

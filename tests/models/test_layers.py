@@ -25,6 +25,7 @@ class RowScaled:
     """A scheme as later ones will be: full-precision rows go into a staging tensor, int8 and scales are kept."""
 
     name = "toy"
+    stored_types: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.num_staged = self.max_staged = 0
@@ -35,17 +36,17 @@ class RowScaled:
 
 class ScaledRows(PlainWeights):
     def __init__(self, scheme: RowScaled, shape: LinearShape, ops: Ops) -> None:
-        super().__init__(ops, torch.empty(0))
+        super().__init__(ops, torch.empty(0, shape.in_features))
         self.params = {}
         self.scheme, self.shape = scheme, shape
         self.staging: Tensor | None = None
 
-    def target(self, start: int, stop: int) -> Tensor:
+    def target(self, kind: str, part: str, span: slice) -> Tensor:
         if self.staging is None:
             self.staging = torch.empty(self.shape.out_features, self.shape.in_features)
             self.scheme.num_staged += 1
             self.scheme.max_staged = max(self.scheme.max_staged, self.scheme.num_staged)
-        return self.staging[start:stop]
+        return self.staging[span]
 
     def finish(self) -> None:
         full, self.staging = self.staging, None

@@ -151,7 +151,7 @@ def test_a_gated_layer_feeds_the_next(ops: Ops, tmp_path: Path, inner: int) -> N
     normed = resolve("reference").rms_norm(x, norm.weight, 1e-5)
     gate, ups = (normed @ rounded(stored[f"{p}.weight"]).T + stored[f"{p}.bias"] for p in ("gate", "up"))
     expected = (nn.functional.silu(gate) * ups) @ rounded(last).T
-    found = down(up.gated(norm(x)))
+    found = down(up.gated(norm(x), down))
     assert (found - expected).std() < 0.02 * expected.std()
 
 

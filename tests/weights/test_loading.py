@@ -222,10 +222,10 @@ def test_quantization_is_refused_by_name(tmp_path: Path, quantization: str) -> N
 @pytest.mark.parametrize(
     "stored",
     [
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True},
         {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["k_proj"]},
         {"quant_method": "compressed-tensors", "ignore": ["lm_head"], "config_groups": {"group_0": {}, "group_1": {}}},
-        {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0"]},
+        {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": ["model.layers.0"]},
         {"bits": 4},
     ],
     ids=str,

@@ -217,8 +217,6 @@ def test_a_cpu_without_the_interpreter_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="interpreter computes wrong numbers in bfloat16"):
         make_runner("llama", kernels="triton", dtype="bfloat16")
-    with pytest.raises(ConfigError, match=r"model\.quantization int8 is not there with it yet"):
-        make_runner("llama", kernels="triton", quantization="int8")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match=r"engine\.kernels triton can't be used here: .*TRITON_INTERPRET=1"):
         make_runner("llama", kernels="triton")
