@@ -80,7 +80,7 @@ class Laws:
 
     def checks(self, name: str) -> Iterator[Check]:
         """Each against all rows together in large steps, without a prefix cache, in a pool that holds all of them."""
-        chunk = max(3, self.model.longest // 7)
+        chunk = max(5, self.model.longest // 7)
         yield self._check(f"{name}: once more", {})
         yield self._check(f"{name}: batches of 1", {"max_num_seqs": 1})
         yield self._check(f"{name}: chunks of {chunk} tokens", {"max_num_batched_tokens": chunk})

@@ -27,7 +27,7 @@ Result = dict[int, list[Any]]
 SIZES = {"block_size": 4, "split_size": 16, "max_model_len": 28, "num_threads": 1}
 TOGETHER = {"max_num_seqs": 3, "max_num_batched_tokens": 12, "pool_blocks": 7}
 # On a GPU there are no products of float32; what is closest to it.
-HERE: dict[str, Any] = {"device": "cuda", "dtype": "float16"} if ON_GPU else {"dtype": "float32"}
+HERE: dict[str, Any] = {"device": "cuda", "dtype": "float16"} if ON_GPU else {}
 ALONE = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "pool_blocks": 40, "enable_prefix_caching": False}
 # Small, since the interpreter is slow. Grouped heads; norms of heads and a tied head; sliding windows; biases.
 SMALL = {"num_hidden_layers": 2, "intermediate_size": 48}
@@ -187,7 +187,7 @@ class _Waits(TorchDispatchMode):
 def test_forward_does_not_wait_for_the_device(
     make_runner: Callable[..., LocalRunner], monkeypatch: pytest.MonkeyPatch, kernels: str, waits: bool
 ) -> None:
-    runner = make_runner("llama", {"num_hidden_layers": 1}, kernels=kernels, **HERE, **SIZES)
+    runner = make_runner("llama", {"num_hidden_layers": 1}, kernels=kernels, **{"dtype": "float32", **HERE, **SIZES})
     engine = Engine(runner, max_model_len=runner.max_model_len, vocab_size=384)
     model: Any = runner._model
     forward, greedy, seen = model.forward, model.greedy, []
