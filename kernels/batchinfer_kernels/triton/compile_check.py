@@ -27,8 +27,9 @@ from triton.compiler import ASTSource
 from batchinfer_kernels.triton.variants import Variant
 from batchinfer_kernels.tuning import CAPABILITIES
 
-# Shared memory that one block may have, bytes (CUDA C++ Programming Guide, compute capabilities).
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+# Shared memory that one block may have, bytes (CUDA C++ Programming Guide, compute capabilities). Under 80 that of the
+# least of those which take its configurations (8.6, 8.9 and 12.x: see `tuning.nearest`); 8.0 itself has 163 KB.
+SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # The instructions of products, in PTX, by what `Compiled` calls them.
 PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
 TENSOR_COLUMNS = 512  # of tensor memory, where it is

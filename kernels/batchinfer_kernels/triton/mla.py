@@ -31,8 +31,10 @@ from batchinfer_kernels.tuning import CAPABILITIES, Config, config
 from batchinfer_kernels.turning import Turning
 
 KIND = "latent_attention"
-# From sm_90 on too few rows for the instructions of warpgroups and of tensor memory: 64 of them, with sums of 512
-# numbers each, spilled registers, on sm_90 in every form that was tried, on sm_100 for 16 heads.
+# From sm_90 on too few rows for the instructions of warpgroups and of tensor memory. 64 rows, with sums of 512 numbers
+# each, spill registers on sm_90 (8 or 16 warps, 32 or 64 keys, values whole or in halves) unless a program has only
+# half of the values, and two compute the same scores; on sm_100 they do for 16 heads, and 128 rows need more tensor
+# memory than there is.
 DEFAULTS = {
     80: {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2},
     90: {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2},
