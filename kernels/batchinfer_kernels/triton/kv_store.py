@@ -20,17 +20,24 @@ from torch import Tensor
 from batchinfer_kernels import kv8
 from batchinfer_kernels.triton.attention import FP8, INT8, MAX_HEAD_DIM, PLAIN, TilePlan, format_of, scale_arguments
 from batchinfer_kernels.triton.variants import Variant
-from batchinfer_kernels.tuning import CAPABILITIES, config
+from batchinfer_kernels.tuning import CAPABILITIES, Config, config
 from batchinfer_kernels.turning import Turning
 
 DEFAULTS = {capability: {"BLOCK_T": 4, "num_warps": 4, "num_stages": 1} for capability in CAPABILITIES}
 # Into float8, heads of up to 128 dimensions: 4 tokens at a time need a stack from sm_90 on.
 FP8_DEFAULTS = {**DEFAULTS, **{capability: {**DEFAULTS[capability], "BLOCK_T": 8} for capability in (90, 100)}}
+MOST_NUMBERS = 8192  # of queries, that a program has at a time
 
 
 def defaults_of(cache_format: int, head_dim: int) -> tuple[str, dict[int, dict[str, int]]]:
     """The name of a store's configurations, and the defaults by capability."""
     return ("kv_store_fp8", FP8_DEFAULTS) if cache_format == FP8 and head_dim <= 128 else ("kv_store", DEFAULTS)
+
+
+def fitting(launch: Config, group: int, head_dim: int) -> dict[str, int]:
+    """The configuration with fewer tokens, where their heads in a group of so many are more than registers hold."""
+    numbers = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
+    return {**launch, "BLOCK_T": min(launch["BLOCK_T"], max(1, MOST_NUMBERS // numbers))}
 
 
 @triton.jit
@@ -273,7 +280,9 @@ def store(
     cache_format = format_of(k_cache.dtype)
     writes_q = half > 0 or at.q_weight is not None or cache_format == INT8
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if writes_q else q.contiguous()
-    launch: dict[str, Any] = dict(config(*defaults_of(cache_format, head_dim), q.device))
+    launch: dict[str, Any] = fitting(
+        config(*defaults_of(cache_format, head_dim), q.device), num_heads // num_kv_heads, head_dim
+    )
     programs = (triton.cdiv(tokens, launch["BLOCK_T"]) + len(plan.fresh_blocks)) * num_kv_heads
     if programs:
         _store[(programs,)](
@@ -355,7 +364,7 @@ def variants() -> Iterator[Variant]:
                     "BLOCK_S": 16,
                     "BLOCK_D": triton.next_power_of_2(dim),
                 },
-                configs=defaults_of(number, dim)[1],
+                configs={c: fitting(launch, group, dim) for c, launch in defaults_of(number, dim)[1].items()},
                 unaligned=frozenset({"num_tokens"}),
                 is_default=dim == 128 and group == 4 and number != FP8,
             )
