@@ -136,6 +136,7 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         facts=facts,
+        sampling=ops.sampling,
     )
 
 

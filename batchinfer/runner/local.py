@@ -10,19 +10,23 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from batchinfer_kernels.cpu import finite_rows
+from batchinfer_kernels.sampling import SamplingOps
 from torch import Tensor
 
 from batchinfer.attention.backend import AttentionBackend
 from batchinfer.attention.context import LayerCache, PagedContext
+from batchinfer.attention.staging import Staging
 from batchinfer.errors import EngineError, OutOfMemory
 from batchinfer.models import CausalLM
-from batchinfer.runner.batch import make_step_batches, rows_read
+from batchinfer.runner.batch import StepBatches, make_step_batches, rows_read
 from batchinfer.runner.block_copies import copy_blocks
+from batchinfer.runner.device_sampler import DeviceSampler
 from batchinfer.runner.logprobs import token_logprobs
 from batchinfer.runner.sampler import Sampler, SampleRow, takes_argmax
-from batchinfer.runner.sequence_state import SequenceState
+from batchinfer.runner.sequence_state import Ints, SequenceState
 from batchinfer.types.request import TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
 from batchinfer.types.step import KVGroup, StepPlan, StepResult
@@ -42,7 +46,10 @@ class Fact:
 
 
 class LocalRunner:
-    """A ModelRunner. `max_num_seqs` and `max_num_batched_tokens` are resolved limits for the scheduler."""
+    """A ModelRunner. `max_num_seqs` and `max_num_batched_tokens` are resolved limits for the scheduler.
+
+    sampling   the kernel table's
+    """
 
     def __init__(
         self,
@@ -56,6 +63,7 @@ class LocalRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         facts: Mapping[str, Fact],
+        sampling: SamplingOps | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -68,6 +76,8 @@ class LocalRunner:
         self._facts = dict(facts)
         self._states: dict[int, SequenceState] = {}
         self._sampler = Sampler(model.facts.vocab_size, device)
+        self._device_sampler = None if sampling is None else DeviceSampler(sampling, device, part_rows=LOGITS_ROWS)
+        self._staging = Staging(device, torch.int64)
         self._next_step = 0
 
     @property
@@ -114,21 +124,38 @@ class LocalRunner:
         for state, chunk in zip(states, plan.chunks, strict=True):
             state.record(chunk)
         batches = make_step_batches(plan.chunks, states)
-        positions = torch.from_numpy(batches.positions).to(self._device)
         spans, wanted = rows_read(plan.chunks, states)
+        hidden = self._forward(model, batches, wanted)
+        outcome = _Outcome()
+        self._prompt_logprobs(model, hidden, plan, states, spans, outcome)
+        self._sample(model, hidden, plan, states, spans, outcome)
+        return StepResult(outcome.token_ids, outcome.logprobs, outcome.prompt_logprobs, outcome.errors)
+
+    def _forward(self, model: CausalLM, batches: StepBatches, wanted: Ints | None) -> Tensor:
+        """Hidden states of the tokens that are wanted, or of all."""
+        token_ids, positions, *rest = self._moved(
+            batches.token_ids, batches.positions, *(() if wanted is None else (wanted,))
+        )
         ctx = PagedContext(
             num_tokens=len(batches.positions),
             positions=positions,
             layers=self._layers,
             backends=self._backends,
             plans=[backend.plan(batch) for backend, batch in zip(self._backends, batches.by_group, strict=True)],
-            wanted=None if wanted is None else torch.from_numpy(wanted).to(self._device),
+            wanted=rest[0] if rest else None,
         )
-        hidden = model.forward(torch.from_numpy(batches.token_ids).to(self._device), positions, ctx)
-        outcome = _Outcome()
-        self._prompt_logprobs(model, hidden, plan, states, spans, outcome)
-        self._sample(model, hidden, plan, states, spans, outcome)
-        return StepResult(outcome.token_ids, outcome.logprobs, outcome.prompt_logprobs, outcome.errors)
+        return model.forward(token_ids, positions, ctx)
+
+    def _moved(self, *arrays: Ints) -> list[Tensor]:
+        """On the device, in one copy where it is one."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        sizes = [len(array) for array in arrays]
+        host = self._staging.write(sum(sizes))
+        np.concatenate(arrays, out=host.numpy())
+        moved = host.to(self._device, non_blocking=True)
+        self._staging.sent()
+        return list(moved.split_with_sizes(sizes))
 
     def _sample(
         self,
@@ -150,6 +177,31 @@ class LocalRunner:
                 rows.append(SampleRow(state, output_position))
                 seq_ids.append(chunk.seq_id)
                 at.append(span.stop - back)
+        if self._device_sampler is not None:
+            tokens, entries = self._device_sampler.sample(model, hidden, rows, at)
+            for r, entry in entries.items():
+                outcome.logprobs.setdefault(seq_ids[r], []).append(entry)
+        else:
+            tokens = self._sample_on_host(model, hidden, rows, seq_ids, at, outcome)
+        for r, (row, seq_id) in enumerate(zip(rows, seq_ids, strict=True)):
+            if r in tokens:
+                outcome.token_ids.setdefault(seq_id, []).append(tokens[r])
+            else:
+                outcome.errors[seq_id] = _non_finite(f"output position {row.output_position}")
+        for seq_id in outcome.errors:
+            outcome.token_ids.pop(seq_id, None)
+            outcome.logprobs.pop(seq_id, None)
+
+    def _sample_on_host(
+        self,
+        model: CausalLM,
+        hidden: Tensor,
+        rows: Sequence[SampleRow],
+        seq_ids: Sequence[int],
+        at: Sequence[int],
+        outcome: _Outcome,
+    ) -> dict[int, int]:
+        """As `DeviceSampler.sample`, but for log-probabilities, which go into `outcome`."""
         tokens: dict[int, int] = {}
         plain = [r for r, row in enumerate(rows) if takes_argmax(row)]
         if plain:
@@ -162,14 +214,7 @@ class LocalRunner:
             part = others[begin : begin + LOGITS_ROWS]
             logits = model.compute_logits(hidden.index_select(0, self._indices([at[r] for r in part])))
             tokens |= self._sample_rows(logits, {r: rows[r] for r in part}, seq_ids, outcome)
-        for r, (row, seq_id) in enumerate(zip(rows, seq_ids, strict=True)):
-            if r in tokens:
-                outcome.token_ids.setdefault(seq_id, []).append(tokens[r])
-            else:
-                outcome.errors[seq_id] = _non_finite(f"output position {row.output_position}")
-        for seq_id in outcome.errors:
-            outcome.token_ids.pop(seq_id, None)
-            outcome.logprobs.pop(seq_id, None)
+        return tokens
 
     def _indices(self, at: list[int]) -> Tensor:
         return torch.tensor(at, dtype=torch.int64, device=self._device)

@@ -3,7 +3,8 @@
 The order of what is done to a row's logits: logit_bias, repetition penalty, frequency and presence penalties, the
 mask of stop tokens under min_tokens, temperature, min_p, top_k, top_p. A token is then drawn by inverting the
 cumulative distribution, in the order of token ids and in float64, at one uniform number of the row's stream
-(`types.streams`). Raw logits that are not finite make the row an error. Log-probabilities are `logprobs`' part.
+(`types.streams`). Raw logits that are not finite make the row an error. Log-probabilities are `logprobs`' part; what is
+drawn where the logits lie, `device_sampler`'s.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     for r, row in enumerate(rows):
         state, p = row.state, row.state.spec.sampling
         if p.logit_bias:
-            ids = torch.tensor([t for t in p.logit_bias if t < vocab], dtype=torch.int64, device=logits.device)
-            bias = [b for t, b in p.logit_bias.items() if t < vocab]
-            logits[r, ids] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+            ids = torch.tensor([t for t in p.logit_bias if t < vocab], dtype=torch.int64, device="cpu")
+            bias = torch.tensor([b for t, b in p.logit_bias.items() if t < vocab], dtype=logits.dtype, device="cpu")
+            logits[r, _beside(ids, logits)] += _beside(bias, logits)
         if p.has_penalties:
             _penalize(logits[r], row)
         if p.logit_bias or p.has_penalties:
@@ -104,19 +105,24 @@ def adjust(logits: Tensor, rows: Sequence[SampleRow]) -> None:
         if row.output_position < p.min_tokens and len(state.stop_ids):
             masked.append(r * vocab + state.stop_ids[state.stop_ids < vocab])
     if masked:
-        flat[torch.from_numpy(np.concatenate(masked)).to(logits.device)] = -torch.inf
+        flat[_beside(torch.from_numpy(np.concatenate(masked)), logits)] = -torch.inf
+
+
+def _beside(tensor: Tensor, logits: Tensor) -> Tensor:
+    """On the device of the logits; a GPU's copy is from pinned memory, so that the host does not wait for it."""
+    return tensor.pin_memory().to(logits.device, non_blocking=True) if logits.device.type == "cuda" else tensor
 
 
 def _penalize(logits: Tensor, row: SampleRow) -> None:
     p = row.state.spec.sampling
     output, counts = np.unique(row.state.output_before(row.output_position), return_counts=True)
     if p.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.union1d(row.state.prompt_unique, output)).to(logits.device)
+        seen = _beside(torch.from_numpy(np.union1d(row.state.prompt_unique, output)), logits)
         value = logits[seen]
         logits[seen] = torch.where(value > 0, value / p.repetition_penalty, value * p.repetition_penalty)
     if len(output) and (p.frequency_penalty or p.presence_penalty):
-        penalty = torch.from_numpy(counts * p.frequency_penalty + p.presence_penalty)
-        logits[torch.from_numpy(output).to(logits.device)] -= penalty.to(logits.device, logits.dtype)
+        penalty = torch.from_numpy(counts * p.frequency_penalty + p.presence_penalty).to(logits.dtype)
+        logits[_beside(torch.from_numpy(output), logits)] -= _beside(penalty, logits)
 
 
 def _truncate(weights: Floats, *, top_k: int, top_p: float, min_p: float) -> None:

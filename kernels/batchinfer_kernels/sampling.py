@@ -11,6 +11,7 @@ Legend: R rows, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,14 @@ class Drawing:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOps:
+    """`greedy` and `sample` as a backend has them: nothing in them makes the host wait."""
+
+    greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
+    sample: Callable[[Tensor, Drawing], Tensor]
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:

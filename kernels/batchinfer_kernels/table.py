@@ -21,6 +21,7 @@ from batchinfer_kernels.native import library, rope
 from batchinfer_kernels.native.decoder import NativeDecoder
 from batchinfer_kernels.native.int8 import NativeInt8
 from batchinfer_kernels.probe import STRICT, RowRule
+from batchinfer_kernels.sampling import SamplingOps
 
 BACKENDS = ("reference", "cpu", "native", "triton")
 
@@ -47,6 +48,7 @@ class Ops:
               where there is no such thing
     formats   of weights in GPUs' formats; None where there are no products with such
     turns     whether attention of this backend norms heads and rotates them itself, told by a `turning.Turning`
+    sampling  how tokens are chosen where the logits lie; None where the host chooses them
     """
 
     backend: str
@@ -63,6 +65,7 @@ class Ops:
     decoder: type[NativeDecoder] | None
     formats: FormatOps | None = None
     turns: bool = False
+    sampling: SamplingOps | None = None
 
 
 def resolve(

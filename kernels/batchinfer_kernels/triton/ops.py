@@ -15,8 +15,9 @@ from batchinfer_kernels import reference
 from batchinfer_kernels.formats import FormatOps, Quantized
 from batchinfer_kernels.int8 import ReferenceInt8
 from batchinfer_kernels.probe import STRICT
+from batchinfer_kernels.sampling import SamplingOps
 from batchinfer_kernels.table import Ops
-from batchinfer_kernels.triton import lm_head
+from batchinfer_kernels.triton import lm_head, sampling
 from batchinfer_kernels.triton.activations import activation, activation_quantized
 from batchinfer_kernels.triton.linear import linear
 from batchinfer_kernels.triton.linear_fp8 import linear_fp8
@@ -55,6 +56,7 @@ def make_ops(device: torch.device, *, deterministic: bool) -> Ops:
             fp8_activations=device.type != "cuda" or device_capability(device) >= _FP8_CAPABILITY,
         ),
         turns=True,
+        sampling=SamplingOps(greedy=sampling.greedy, sample=sampling.sample),
     )
 
 

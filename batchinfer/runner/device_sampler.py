@@ -1,0 +1,120 @@
+"""Choosing tokens where the logits lie, by the kernel table's `SamplingOps`: the tokens that `sampler` would choose.
+
+The host waits once, for all tokens of a step, and before that only for rows whose log-probabilities are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from batchinfer_kernels.sampling import Drawing, SamplingOps
+from torch import Tensor
+
+from batchinfer.attention.staging import Staging
+from batchinfer.models import CausalLM
+from batchinfer.runner.logprobs import token_logprobs
+from batchinfer.runner.sampler import SampleRow, adjust, takes_argmax
+from batchinfer.types.request import TokenLogprobs
+
+_NOT_FINITE = -1
+# Each of a drawing's arrays begins at a multiple of so many numbers: kernels are compiled for aligned addresses.
+_ALIGNED = 16
+_MOST_INT32 = 2**31 - 1
+
+
+class DeviceSampler:
+    """Samples what a step has to sample. part_rows: rows of logits that exist at a time."""
+
+    def __init__(self, ops: SamplingOps, device: torch.device, *, part_rows: int) -> None:
+        self._ops, self._device, self._part_rows = ops, device, part_rows
+        self._staging = Staging(device, torch.int64)
+
+    def sample(
+        self, model: CausalLM, hidden: Tensor, rows: Sequence[SampleRow], at: Sequence[int]
+    ) -> tuple[dict[int, int], dict[int, TokenLogprobs]]:
+        """(tokens by row, of those whose logits are all finite; log-probabilities by row, ascending, where asked for).
+
+        at: which of the hidden states is a row's.
+        """
+        plain = [r for r, row in enumerate(rows) if takes_argmax(row)]
+        others = [r for r, row in enumerate(rows) if not takes_argmax(row)] if len(plain) < len(rows) else []
+        order = plain + others
+        if not order:
+            return {}, {}
+        states = hidden
+        if len(hidden) > len(order) or any(at[r] != i for i, r in enumerate(order)):
+            states = hidden.index_select(0, self._indices([at[r] for r in order]))
+        found: list[Tensor] = []
+        logprobs: dict[int, TokenLogprobs] = {}
+        if plain:
+            tokens, finite = model.greedy(states[: len(plain)])
+            found.append(torch.where(finite, tokens, _NOT_FINITE))
+        for begin in range(0, len(others), self._part_rows):
+            part = others[begin : begin + self._part_rows]
+            first = len(plain) + begin
+            logits = model.compute_logits(states[first : first + len(part)])
+            chosen = [rows[r] for r in part]
+            reported = [i for i, row in enumerate(chosen) if row.state.spec.sampling.logprobs is not None]
+            raw = logits[reported] if reported else None  # a copy: sampling overwrites logits
+            tokens = self._draw(logits, chosen)
+            found.append(tokens)
+            if raw is not None:
+                logprobs |= {part[i]: entry for i, entry in _entries(raw, tokens, chosen, reported)}
+        by_row = zip(order, torch.cat(found).tolist(), strict=True)
+        return {r: token for r, token in by_row if token != _NOT_FINITE}, logprobs
+
+    def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """int64 [R] of raw logits [R, V], which are overwritten."""
+        _, finite = self._ops.greedy(logits)
+        adjust(logits, rows)
+        return torch.where(finite, self._ops.sample(logits, self._drawing(rows)), _NOT_FINITE)
+
+    def _indices(self, at: Sequence[int]) -> Tensor:
+        host = self._staging.write(len(at))
+        host.numpy()[:] = at
+        return self._moved(host)
+
+    def _drawing(self, rows: Sequence[SampleRow]) -> Drawing:
+        params = [row.state.spec.sampling for row in rows]
+        count = len(rows)
+        host = self._staging.write(6 * -(-count // _ALIGNED) * _ALIGNED).view(6, -1)
+        whole = host.numpy()[:, :count]
+        floats = host.numpy().view(np.float64)[:, :count]
+        whole[0] = np.array([row.state.spec.sample_key for row in rows], dtype=np.uint64).view(np.int64)
+        whole[1] = [row.output_position for row in rows]
+        host.numpy()[2].view(np.int32)[:count] = [min(p.top_k, _MOST_INT32) for p in params]
+        floats[3] = [p.temperature for p in params]
+        floats[4] = [p.top_p for p in params]
+        floats[5] = [p.min_p for p in params]
+        moved = self._moved(host)
+        return Drawing(
+            keys=moved[0, :count],
+            positions=moved[1, :count],
+            top_k=moved[2].view(torch.int32)[:count],
+            temperature=moved[3].view(torch.float64)[:count],
+            top_p=moved[4].view(torch.float64)[:count],
+            min_p=moved[5].view(torch.float64)[:count],
+        )
+
+    def _moved(self, host: Tensor) -> Tensor:
+        moved = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        moved.copy_(host, non_blocking=True)
+        self._staging.sent()
+        return moved
+
+
+def _entries(
+    raw: Tensor, tokens: Tensor, rows: Sequence[SampleRow], reported: Sequence[int]
+) -> Iterator[tuple[int, TokenLogprobs]]:
+    """Of those of the reported rows that are finite. raw: their logits; tokens: of all rows."""
+    chosen = tokens.tolist()
+    kept = [(nth, i) for nth, i in enumerate(reported) if chosen[i] != _NOT_FINITE]
+    if not kept:
+        return
+    if len(kept) < len(reported):
+        raw = raw[[nth for nth, _ in kept]]
+    num_top = [rows[i].state.spec.sampling.logprobs or 0 for _, i in kept]
+    entries = token_logprobs(raw, [chosen[i] for _, i in kept], num_top)
+    yield from ((i, entry) for (_, i), entry in zip(kept, entries, strict=True))
