@@ -29,6 +29,7 @@ class EngineConfig:
     model               Hugging Face folder, .gguf file, hub id, or `fake://...` (see runner.fake)
     max_model_len       None: the model's own limit
     kv_cache_memory     bytes, or "auto"
+    gpu_memory_utilization   the part of a GPU's memory that the engine may take in all, where kv_cache_memory is "auto"
     num_threads         CPU threads of this engine; None: all cores of this process
     block_size          tokens in a KV block
     split_size          tokens in a KV split of attention; fixes the order of additions, so it is semantic
@@ -37,6 +38,7 @@ class EngineConfig:
                         weights (`kv8.split_attention`), the others do not
     instruction_level   of a job that was frozen on some machine: one that has another is refused; None: any
     deterministic       False allows kernels whose sums follow the number of rows: Triton's do then
+    cuda_graphs         whether steps without prompts are launched as CUDA graphs; "auto": on GPUs with Triton's kernels
     seed                of random streams, for whoever makes requests (`LLM`, a job); the engine itself has none
     """
 
@@ -48,11 +50,13 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     device: str = "auto"
     deterministic: bool = True
+    cuda_graphs: bool | Literal["auto"] = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | Literal["auto"] = "auto"
     max_num_batched_tokens: int | Literal["auto"] = "auto"
     kv_cache_memory: int | Literal["auto"] = "auto"
+    gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     block_size: int = 16
     split_size: int = 256
@@ -68,6 +72,11 @@ class EngineConfig:
                 _check_number(name, value, "" if isinstance(option.default, int) else f"{option.default!r} or ")
             elif isinstance(option.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"engine.{name} must be true or false, got {value!r}")
+        if self.cuda_graphs != "auto" and not isinstance(self.cuda_graphs, bool):
+            raise ConfigError(f"engine.cuda_graphs must be 'auto', true or false, got {self.cuda_graphs!r}")
+        share: Any = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
+            raise ConfigError(f"engine.gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
 
 
 def _check_number(name: str, value: Any, otherwise: str) -> None:

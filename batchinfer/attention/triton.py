@@ -8,6 +8,7 @@ where such a backend is made.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,12 +31,21 @@ from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
 from batchinfer.attention.spec import AttentionSpec
+from batchinfer.attention.staging import Staging
 from batchinfer.attention.tiles import AttentionShape, Ints, StepBatch, Tiles, cut_tiles, find_slots, ranges, starts_of
 from batchinfer.errors import ConfigError
 
 # Arrays of a plan travel in one piece, and each begins at a multiple of so many numbers: kernels are compiled for
 # aligned addresses.
-_ALIGNED = 32
+ALIGNED = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPlan(TilePlan):
+    """One with memory of its own for partial results: addresses in it stay what they are (see `kept_plans`)."""
+
+    partial: Tensor
+    log_sums: Tensor
 
 
 class TritonAttention:
@@ -69,11 +79,11 @@ class TritonAttention:
             )
         self.kv_dtype = kv_dtype
         group = spec.num_heads // spec.num_kv_heads
-        self._kinds: dict[int, str] = {}
+        self.kinds: dict[int, str] = {}
         for kind in (KIND,) if deterministic else (FEW, MANY):
             queries = launch_config(kind, spec.head_dim, device)["BLOCK_M"] // group
-            self._kinds[max(queries, 1)] = kind
-        self._shape = AttentionShape(
+            self.kinds[max(queries, 1)] = kind
+        self.shape = AttentionShape(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -82,14 +92,15 @@ class TritonAttention:
             window=spec.window,
             row_rule=STRICT,
             device=device,
-            query_sizes=tuple(sorted(self._kinds)),
+            query_sizes=tuple(sorted(self.kinds)),
         )
-        self._scratch = _Scratch(self._shape)
+        self._scratch = _Scratch(self.shape)
+        self._staging = Staging(device, torch.int32)
         self._ones = torch.ones(spec.num_kv_heads, device=device)
 
     def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Key and value caches of one layer, not initialised."""
-        at = self._shape
+        at = self.shape
         return kv_store.new_caches(
             num_blocks, at.num_kv_heads, at.block_size, at.head_dim, dtype=self.kv_dtype, device=at.device
         )
@@ -98,7 +109,7 @@ class TritonAttention:
         return None
 
     def plan(self, batch: StepBatch) -> TilePlan:
-        return plan_step(batch, self._shape, self._kinds)
+        return plan_step(batch, self.shape, self.kinds, self._staging)
 
     def run(
         self,
@@ -130,7 +141,7 @@ class TritonAttention:
             k_cache,
             v_cache,
             plan,
-            block_size=self._shape.block_size,
+            block_size=self.shape.block_size,
             turning=turning,
             k_scales=k_scales,
             v_scales=v_scales,
@@ -145,7 +156,7 @@ class TritonAttention:
             out,
             partial,
             log_sums,
-            block_size=self._shape.block_size,
+            block_size=self.shape.block_size,
             scale=spec.scale,
             softcap=spec.softcap,
             sinks=sinks,
@@ -188,6 +199,7 @@ class TritonLatentAttention:
             query_sizes=(queries,),
         )
         self._scratch = _Scratch(self._shape)
+        self._staging = Staging(device, torch.int32)
 
     def new_cache(self, num_blocks: int) -> Tensor:
         """[B, S, C + R] of one layer, not initialised."""
@@ -195,7 +207,7 @@ class TritonLatentAttention:
         return torch.empty(num_blocks, at.block_size, self._width, dtype=self.kv_dtype, device=at.device)
 
     def plan(self, batch: StepBatch) -> TilePlan:
-        return plan_step(batch, self._shape, self._kinds)
+        return plan_step(batch, self._shape, self._kinds, self._staging)
 
     def run(
         self,
@@ -228,6 +240,8 @@ class _Scratch:
 
     def of(self, plan: TilePlan) -> tuple[Tensor, Tensor]:
         """(partial, log_sums) for at least the plan's entries."""
+        if isinstance(plan, KeptPlan):
+            return plan.partial, plan.log_sums
         rows = plan.num_entries * self._shape.num_heads
         if self._log_sums.numel() < rows:
             rows += rows // 4
@@ -236,8 +250,40 @@ class _Scratch:
         return self._partial, self._log_sums
 
 
-def plan_step(batch: StepBatch, shape: AttentionShape, kinds: Mapping[int, str]) -> TilePlan:
-    """The plan of one step for one KV group. kinds: of tiles, by the number of queries that they may have."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrays:
+    """A plan of one KV group before it is on the device: int64 arrays by their names in TilePlan and, for each kind of
+    tile, in TileGroup."""
+
+    shared: Mapping[str, Ints]
+    tiles: Mapping[str, Mapping[str, Ints]]
+    num_entries: int
+
+
+def plan_step(
+    batch: StepBatch, shape: AttentionShape, kinds: Mapping[int, str], staging: Staging | None = None
+) -> TilePlan:
+    """The plan of one step for one KV group. kinds: of tiles, by the number of queries that they may have. staging: of
+    int32, kept by who makes many plans."""
+    found = step_arrays(batch, shape, kinds)
+    arrays = dict(found.shared)
+    for kind, of_kind in found.tiles.items():
+        arrays |= {f"{kind}.{name}": array for name, array in of_kind.items()}
+    tensors = _to_device(arrays, shape.device, staging or Staging(shape.device, torch.int32))
+    groups = tuple(
+        TileGroup(kind=kind, most=queries, **{name: tensors.pop(f"{kind}.{name}") for name in found.tiles[kind]})
+        for queries, kind in kinds.items()
+    )
+    return TilePlan(
+        groups=tuple(tiles for tiles in groups if len(tiles.start)),
+        num_entries=found.num_entries,
+        split_size=shape.split_size,
+        window=shape.window,
+        **tensors,
+    )
+
+
+def step_arrays(batch: StepBatch, shape: AttentionShape, kinds: Mapping[int, str]) -> StepArrays:
     chunk = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
     positions = batch.starts[chunk] + ranges(batch.lengths)
     tiles = cut_tiles(batch, shape)
@@ -260,37 +306,32 @@ def plan_step(batch: StepBatch, shape: AttentionShape, kinds: Mapping[int, str])
     ends = batch.starts + batch.lengths
     fresh_from = (ends % size)[(ends % size != 0) & (batch.starts <= ends // size * size)]
     begin, end = _ranges_of_positions(tiles, positions, shape)
-    arrays = {
-        "members": tiles.members,
-        "positions": positions[token],
-        "entries": entries,
-        "block_tables": batch.block_tables,
-        "merged": several,
-        "merged_entry": entry[several],
-        "merged_splits": splits[several],
-        "slots": slots,
-        "fresh_blocks": fresh_blocks,
-        "fresh_from": fresh_from,
+    of_tiles = {
+        "start": tiles.start,
+        "count": tiles.count,
+        "chunk": tiles.chunk * batch.block_tables.shape[1],
+        "begin": begin,
+        "end": end,
     }
-    groups = [(queries, kind, np.flatnonzero(tiles.queries == queries)) for queries, kind in kinds.items()]
-    groups = [group for group in groups if len(group[2])]
-    for _, kind, at in groups:
-        of_tiles = {"start": tiles.start, "count": tiles.count, "chunk": tiles.chunk, "begin": begin, "end": end}
-        arrays |= {f"{kind}.{name}": array[at] for name, array in of_tiles.items()}
-    tensors = _to_device(arrays, shape.device)
-    return TilePlan(
-        groups=tuple(
-            TileGroup(
-                kind=kind,
-                most=queries,
-                **{name: tensors.pop(f"{kind}.{name}") for name in ("start", "count", "chunk", "begin", "end")},
-            )
-            for queries, kind, _ in groups
-        ),
+    return StepArrays(
+        shared={
+            "members": tiles.members,
+            "positions": positions[token],
+            "entries": entries,
+            # Behind each other: kernels are compiled for a width of 1, whatever the longest table.
+            "block_tables": batch.block_tables.reshape(-1, 1),
+            "merged": several,
+            "merged_entry": entry[several],
+            "merged_splits": splits[several],
+            "slots": slots,
+            "fresh_blocks": fresh_blocks,
+            "fresh_from": fresh_from,
+        },
+        tiles={
+            kind: {name: array[tiles.queries == queries] for name, array in of_tiles.items()}
+            for queries, kind in kinds.items()
+        },
         num_entries=int(splits[several].sum()),
-        split_size=shape.split_size,
-        window=shape.window,
-        **tensors,
     )
 
 
@@ -305,15 +346,17 @@ def _ranges_of_positions(tiles: Tiles, positions: Ints, shape: AttentionShape) -
     return begin, end
 
 
-def _to_device(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor]:
+def _to_device(arrays: Mapping[str, Ints], device: torch.device, staging: Staging) -> dict[str, Tensor]:
     """The arrays as int32 tensors of their shapes, in one copy. What does not fit int32 is not read."""
-    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays.values()]
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    sizes = [-(-array.size // ALIGNED) * ALIGNED for array in arrays.values()]
+    host = staging.write(sum(sizes))
     packed = host.numpy()
     starts = np.cumsum(sizes) - sizes
     for array, start in zip(arrays.values(), starts.tolist(), strict=True):
         packed[start : start + array.size] = array.reshape(-1)
-    moved = host.to(device, non_blocking=True)
+    moved = torch.empty(len(packed), dtype=torch.int32, device=device)
+    moved.copy_(host, non_blocking=True)
+    staging.sent()
     return {
         name: moved[start : start + array.size].view(array.shape)
         for (name, array), start in zip(arrays.items(), starts.tolist(), strict=True)

@@ -61,19 +61,20 @@ def resolve_num_blocks(
     free_bytes: int,
     share: float,
     auto_len: int | None = None,
+    what: str = "free memory",
 ) -> tuple[int, str]:
     """(blocks of each group, where the number comes from).
 
     "auto" is what max_num_seqs sequences of max_model_len tokens can use, or of `auto_len` tokens where that is less
-    (but always one whole sequence), at most `share` of the free memory. Raises ConfigError where not even one
-    sequence of max_model_len tokens fits.
+    (but always one whole sequence), at most `share` of the free memory, which is `what` in words. Raises ConfigError
+    where not even one sequence of max_model_len tokens fits.
     """
     per_sequence = -(-max_model_len // block_size)
     if kv_cache_memory == "auto":
         planned = max_model_len if auto_len is None else min(auto_len, max_model_len)
         wanted = max(per_sequence, -(-planned // block_size) * max_num_seqs)
         affordable = int(free_bytes * share) // block_bytes
-        num_blocks, source = min(wanted, affordable), f"auto: {share:.0%} of {free_bytes / 2**30:.1f} GiB free memory"
+        num_blocks, source = min(wanted, affordable), f"auto: {share:.0%} of {free_bytes / 2**30:.1f} GiB {what}"
         if wanted <= affordable:
             length = "max_model_len" if planned == max_model_len else f"{planned:,}"
             source = f"auto: max_num_seqs sequences of {length} tokens"

@@ -9,6 +9,7 @@ import logging
 import platform
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from batchinfer_kernels import gpus
@@ -18,12 +19,13 @@ from batchinfer_kernels.probe import STRICT, RowFacts, RowRule, find_row_rule
 from batchinfer_kernels.table import resolve
 
 from batchinfer.arithmetic import USER, Arithmetic, resolve_arithmetic, this_machine
-from batchinfer.attention.backend import make_attention, why_not_c
+from batchinfer.attention.backend import AttentionBackend, make_attention, why_not_c
+from batchinfer.attention.context import LayerCache
 from batchinfer.attention.tiles import product_tiles
 from batchinfer.config import EngineConfig
-from batchinfer.errors import ConfigError
+from batchinfer.errors import ConfigError, OutOfMemory
 from batchinfer.modelfiles import ModelFiles
-from batchinfer.models import load_model
+from batchinfer.models import CausalLM, load_model
 from batchinfer.models.dtype import DTYPES, KV_CACHE_DTYPES
 from batchinfer.runner.host import num_cores
 from batchinfer.runner.kv_memory import (
@@ -36,6 +38,10 @@ from batchinfer.runner.kv_memory import (
     resolve_num_blocks,
 )
 from batchinfer.runner.local import Fact, LocalRunner
+from batchinfer.runner.memory_profile import CudaMeter, MemoryMeter, largest_step, measure_spare
+
+if TYPE_CHECKING:
+    from batchinfer.runner.graphs import DecodeGraphs  # imports triton, which need not be there
 
 CPU_MAX_NUM_SEQS = 64  # products reach their full rate here; more sequences only take memory
 CPU_MAX_NUM_BATCHED_TOKENS = 512
@@ -48,8 +54,11 @@ GPU_MAX_NUM_BATCHED_TOKENS = 8192
 _log = logging.getLogger(__name__)
 
 
-def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int | None = None) -> LocalRunner:
-    """A runner with its model loaded. Raises ConfigError, ModelError or OutOfMemory."""
+def load_runner(
+    files: ModelFiles, config: EngineConfig, *, max_model_len: int | None = None, meter: MemoryMeter | None = None
+) -> LocalRunner:
+    """A runner with its model loaded. meter: of the device's memory; None: a GPU's own, if it is a GPU. Raises
+    ConfigError, ModelError or OutOfMemory."""
     facts: dict[str, Fact] = {}
     device = _resolve_device(config.device)
     facts["device"] = Fact(str(device), "auto" if config.device == "auto" else "engine.device")
@@ -61,6 +70,10 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     torch.set_num_threads(threads)
     facts["num_threads"] = Fact(threads, threads_source)
     arithmetic = _resolve_arithmetic(files, config, device)
+    if config.cuda_graphs is True and arithmetic.kernels != "triton":
+        raise ConfigError(
+            f"engine.cuda_graphs: true needs engine.kernels triton, here they are {arithmetic.kernels}; leave it out"
+        )
     facts["instruction_level"] = _instruction_fact(arithmetic, device)
     facts["torch"] = Fact(torch.__version__, "installed")
 
@@ -107,37 +120,96 @@ def load_runner(files: ModelFiles, config: EngineConfig, *, max_model_len: int |
     not_c = why_not_c(group_specs[0], ops, kv_dtype=kv_dtype, **sizes)
     facts["attention"] = Fact(backends[0].name, not_c or "the KV cache's type")
     block_bytes = bytes_per_block(specs, config.block_size, kv_dtype)
+    runner = partial(
+        LocalRunner,
+        model,
+        backends=backends,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        sampling=ops.sampling,
+    )
+    pool = partial(allocate, specs, layout, backends, block_size=config.block_size)
     # Engines that share a machine each have some of its cores; each takes that part of its memory.
     share = FREE_SHARE * (min(1.0, threads / max(1, num_cores())) if on_cpu else 1.0)
+    free, what = free_memory(device), "free memory"
+    if meter is None and not on_cpu:
+        meter = CudaMeter(device)
+    if meter is not None and config.kv_cache_memory == "auto":
+        step = largest_step(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            num_groups=len(group_specs),
+        )
+        peak_blocks = len(step.chunks[0].block_tables[0])
+
+        def run_largest() -> None:
+            layers, groups = pool(num_blocks=peak_blocks)
+            runner(layers=layers, kv_groups=groups, facts={}).execute(step)
+
+        try:
+            free = measure_spare(
+                run_largest,
+                meter,
+                utilization=config.gpu_memory_utilization,
+                peak_kv=peak_blocks * block_bytes,
+            )
+        except OutOfMemory as error:
+            raise OutOfMemory(f"{error}; lower engine.max_num_batched_tokens or engine.max_num_seqs") from error
+        share, what = 1.0, "that the largest step leaves of engine.gpu_memory_utilization"
     num_blocks, source = resolve_num_blocks(
         config.kv_cache_memory,
         block_bytes=block_bytes,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        free_bytes=free_memory(device),
+        free_bytes=free,
         share=share,
         auto_len=HOST_AUTO_LEN if on_cpu else None,
+        what=what,
     )
     facts["num_blocks"] = Fact(num_blocks, source)
     facts["kv_cache_bytes"] = Fact(num_blocks * block_bytes, source)
     facts["block_size"] = Fact(config.block_size, "engine.block_size")
     facts["split_size"] = Fact(config.split_size, "engine.split_size")
-    layers, groups = allocate(specs, layout, backends, num_blocks=num_blocks, block_size=config.block_size)
+    layers, groups = pool(num_blocks=num_blocks)
+    graphs = None
+    if ops.backend == "triton":
+        wanted, source = _wants_graphs(config, on_cpu)
+        facts["cuda_graphs"] = Fact(wanted, source)
+        if wanted:
+            graphs = _make_graphs(model, layers, backends, device=device, max_rows=max_num_seqs)
     for name, fact in facts.items():
         _log.info("%s = %s (%s)", name, fact.value, fact.source)
-    return LocalRunner(
-        model,
-        layers=layers,
-        kv_groups=groups,
-        backends=backends,
-        device=device,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        facts=facts,
-        sampling=ops.sampling,
-    )
+    return runner(layers=layers, kv_groups=groups, facts=facts, graphs=graphs)
+
+
+def _wants_graphs(config: EngineConfig, on_cpu: bool) -> tuple[bool, str]:
+    """(whether, from what), with Triton's kernels."""
+    if config.cuda_graphs == "auto":
+        return not on_cpu, "auto: the interpreter" if on_cpu else "auto: a GPU"
+    return config.cuda_graphs, "engine.cuda_graphs"
+
+
+def _make_graphs(
+    model: CausalLM,
+    layers: tuple[LayerCache, ...],
+    backends: tuple[AttentionBackend, ...],
+    *,
+    device: torch.device,
+    max_rows: int,
+) -> DecodeGraphs:
+    """Of Triton's backends. In the interpreter nothing is recorded: the calls are made again."""
+    from batchinfer.attention.triton import TritonAttention  # imports triton, which need not be there
+    from batchinfer.runner.graphs import CudaCapture, DecodeGraphs, rerun
+
+    kept = [backend for backend in backends if isinstance(backend, TritonAttention)]
+    assert len(kept) == len(backends)
+    capture = CudaCapture() if device.type == "cuda" else rerun
+    return DecodeGraphs(model, layers=layers, backends=kept, device=device, max_rows=max_rows, capture=capture)
 
 
 def _resolve_device(wanted: str) -> torch.device:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from batchinfer.types.request import TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
 from batchinfer.types.step import KVGroup, StepPlan, StepResult
 
+if TYPE_CHECKING:
+    from batchinfer.runner.graphs import DecodeGraphs  # imports triton, which need not be there
+
 # Rows of logits that exist at a time: 128 rows of a vocabulary of 128k are 64 MB.
 LOGITS_ROWS = 128
 
@@ -49,6 +53,7 @@ class LocalRunner:
     """A ModelRunner. `max_num_seqs` and `max_num_batched_tokens` are resolved limits for the scheduler.
 
     sampling   the kernel table's
+    graphs     what runs steps in which every chunk is one token, where there is such a thing
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class LocalRunner:
         max_num_batched_tokens: int,
         facts: Mapping[str, Fact],
         sampling: SamplingOps | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -77,6 +83,7 @@ class LocalRunner:
         self._states: dict[int, SequenceState] = {}
         self._sampler = Sampler(model.facts.vocab_size, device)
         self._device_sampler = None if sampling is None else DeviceSampler(sampling, device, part_rows=LOGITS_ROWS)
+        self._graphs = graphs
         self._staging = Staging(device, torch.int64)
         self._next_step = 0
 
@@ -92,6 +99,7 @@ class LocalRunner:
         """Frees the model and the caches. The runner can't be used again."""
         self._model = None
         self._layers = ()
+        self._graphs = None
         self._states.clear()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -125,7 +133,10 @@ class LocalRunner:
             state.record(chunk)
         batches = make_step_batches(plan.chunks, states)
         spans, wanted = rows_read(plan.chunks, states)
-        hidden = self._forward(model, batches, wanted)
+        if self._graphs is not None and wanted is None and self._graphs.takes(batches):
+            hidden = self._graphs.run(batches)
+        else:
+            hidden = self._forward(model, batches, wanted)
         outcome = _Outcome()
         self._prompt_logprobs(model, hidden, plan, states, spans, outcome)
         self._sample(model, hidden, plan, states, spans, outcome)

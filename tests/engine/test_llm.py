@@ -193,7 +193,7 @@ def test_defaults_come_from_the_generation_config(config: dict[str, Any], expect
     ("option", "words"),
     [
         ("max_num_seq", "did you mean 'max_num_seqs'"),
-        ("gpu_memory_utilization", "kv_cache_memory"),
+        ("enforce_eager", "use cuda_graphs=False"),
         ("trust_remote_code", "no code is ever loaded"),
         ("speculative_config", "speculation is planned and not there yet"),
         ("enable_lora", "LoRA is planned and not there yet"),

@@ -86,7 +86,7 @@ class TileGroup:
     """Tiles of one kind; int32 [N] each. A tile of count 0 does nothing.
 
     start, count  where a tile's queries stand among the plan's members, and how many
-    chunk         the row of block_tables through which its split is found
+    chunk         the row of block_tables at which its sequence's table begins
     begin, end    the positions that one of its queries sees at least: of one split, begin < end
     most          the largest count
     """
@@ -106,11 +106,11 @@ class TilePlan:
 
     members, positions, entries  [M]: tokens, their positions, and the rows of partial results that are theirs (or
                        WHOLE, or NOTHING)
-    block_tables       [chunks, width]; read only in what tiles cover
+    block_tables       [rows, width], read from `chunk` of a tile on, and only in what tiles cover
     merged, merged_entry, merged_splits   [Q]: tokens that see several splits, their first rows of partial results (the
                        others follow, in order) and how many; 0 does nothing
     num_entries        E
-    slots              [T]: block * S + offset, where a token's key and value are stored
+    slots              [T]: block * S + offset, where a token's key and value are stored; -1: nowhere
     fresh_blocks, fresh_from   [F]: blocks that a sequence starts in this step and does not fill, and their first
                        offsets that are not written
     """

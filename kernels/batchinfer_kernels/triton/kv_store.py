@@ -205,7 +205,8 @@ def _store(
     is_well = is_finite(k) & is_finite(v)
     k = tl.where(is_well[:, None], k, 0.0)
     v = tl.where(is_well[:, None], v, 0.0)
-    slot = tl.load(slots_ptr + token, mask=is_token, other=0).to(tl.int64)
+    slot = tl.load(slots_ptr + token, mask=is_token, other=-1).to(tl.int64)
+    is_stored = slot >= 0
     at = (slot // SLOTS * HEADS + head) * head_size
     kv_at = (at + slot % SLOTS * DIM)[:, None] + dim
     if FORMAT == 0:
@@ -221,12 +222,12 @@ def _store(
         k, k_step = int8_codes(k)
         v, v_step = int8_codes(v)
         scale_at = at // 4 + SLOTS * DIM // 4 + slot % SLOTS
-        tl.store(k_scales_ptr + scale_at, tl.where(is_well, k_step / TOGETHER, float("nan")), mask=is_token)
-        tl.store(v_scales_ptr + scale_at, v_step, mask=is_token)
+        tl.store(k_scales_ptr + scale_at, tl.where(is_well, k_step / TOGETHER, float("nan")), mask=is_stored)
+        tl.store(v_scales_ptr + scale_at, v_step, mask=is_stored)
         k = k.to(tl.int8)
         v = v.to(tl.int8)
-    tl.store(k_cache_ptr + kv_at, k, mask=is_number)
-    tl.store(v_cache_ptr + kv_at, v, mask=is_number)
+    tl.store(k_cache_ptr + kv_at, k, mask=is_stored[:, None] & is_dim)
+    tl.store(v_cache_ptr + kv_at, v, mask=is_stored[:, None] & is_dim)
 
 
 def new_caches(
