@@ -152,11 +152,18 @@ class EngineSpec(_Section):
         "auto: the CPU",
     )
     deterministic: bool = True
+    cuda_graphs: Literal["auto"] | bool = Field(
+        "auto", description="launch steps without prompts as CUDA graphs; auto: on GPUs, with Triton's kernels"
+    )
     tensor_parallel_size: PositiveInt = 1
     max_model_len: Annotated[int, Field(ge=2, description="tokens of prompt and completion together")] | None = None
     max_num_seqs: AutoInt = "auto"
     max_num_batched_tokens: AutoInt = "auto"
     kv_cache_memory: ByteSize = "auto"
+    gpu_memory_utilization: Annotated[
+        float,
+        Field(gt=0, le=1, description="of a GPU's memory: weights, KV cache and all, where kv_cache_memory is auto"),
+    ] = 0.9
     enable_prefix_caching: bool = True
     block_size: Annotated[int, Field(ge=1, le=256)] = 16
     split_size: Annotated[int, Field(ge=16)] = 256

@@ -137,6 +137,18 @@ def test_without_triton_torch_alone_can_be_asked_for(job):
     assert [found.semantic[key] for key in KEYS[:3]] == ["cuda", "sm_90", "cpu"]
 
 
+def test_how_a_gpu_is_used_changes_no_bytes_and_may_change(job):
+    first = freeze_job(job(H200, CUDA))
+    config = first.engine_config
+    assert (config.cuda_graphs, config.gpu_memory_utilization) == ("auto", 0.9)
+    again = job(H200, CUDA, "engine.cuda_graphs=false", "engine.gpu_memory_utilization=0.5")
+    assert again.fingerprint == first.fingerprint
+    assert (again.engine_config.cuda_graphs, again.engine_config.gpu_memory_utilization) == (False, 0.5)
+    for wrong in ("engine.cuda_graphs=2", "engine.gpu_memory_utilization=0", "engine.gpu_memory_utilization=1.5"):
+        with pytest.raises(ConfigError, match=rf"{wrong.partition('=')[0]} must be"):
+            job(H200, CUDA, wrong)
+
+
 def test_a_fake_model_needs_neither_torch_nor_triton(job):
     machine = replace(H200, torch_on_gpu="no CUDA", triton_on_gpu="no triton")
     assert job(machine, CUDA, "model.path=fake://hash").semantic["engine.device"] == "cuda"
