@@ -36,23 +36,27 @@ def rounded_up(count: int) -> int:
 
 
 class KeptPlans:
-    """Plans of one KV group, for up to max_rows rows. They are all the same memory: the last one written is there.
+    """Plans of one KV group, for up to max_rows rows, of sequences of up to max_len tokens. They are all the same
+    memory: the last one written is there.
 
     generation   changes when memory had to be made anew: plans of before must not be used again
     """
 
-    def __init__(self, attention: TritonAttention, *, max_rows: int) -> None:
+    def __init__(self, attention: TritonAttention, *, max_rows: int, max_len: int) -> None:
         self._shape, self._kinds = attention.shape, attention.kinds
         self._staging = Staging(self._shape.device, torch.int32)
         self.generation = 0
         self._memory: dict[str, Tensor] = {}
         self._partial = self._log_sums = torch.empty(0, device=self._shape.device)
         self._num_entries = 0
-        tiles = _aligned(rounded_up(4 * max_rows))
-        self._reserve("fixed", len(_OF_ROWS) * _aligned(max_rows) + len(_OF_TILES) * tiles)
+        at = self._shape
+        most = max_rows * -(-max_len // at.split_size)
+        tiles = _aligned(rounded_up(most))
+        self._reserve("fixed", len(_OF_ROWS) * _aligned(max_rows) + len(self._kinds) * len(_OF_TILES) * tiles)
         for name in _RAGGED:
-            self._reserve(name, tiles)
-        self._reserve_entries(tiles)
+            self._reserve(name, most if name != "block_tables" else max_rows * -(-max_len // at.block_size))
+        # These are large: more where steps have more.
+        self._reserve_entries(min(most, 4 * max_rows))
 
     def write(self, batch: StepBatch | None, rows: int) -> tuple[int, ...]:
         """Writes a step's plan, padded to so many rows, or only what pads it. Returns how many tiles of each kind it
@@ -126,6 +130,7 @@ class KeptPlans:
     def _reserve_entries(self, entries: int) -> None:
         if entries > self._num_entries:
             self._num_entries = entries if not self._num_entries else 2 * entries
+            self._partial = self._log_sums = torch.empty(0, device=self._shape.device)  # before there is more
             rows = self._num_entries * self._shape.num_heads
             self._partial = torch.empty(rows * self._shape.head_dim, device=self._shape.device)
             self._log_sums = torch.empty(rows, device=self._shape.device)

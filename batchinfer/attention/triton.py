@@ -245,6 +245,7 @@ class _Scratch:
         rows = plan.num_entries * self._shape.num_heads
         if self._log_sums.numel() < rows:
             rows += rows // 4
+            self._partial = self._log_sums = torch.empty(0, device=self._shape.device)  # before there is more
             self._partial = torch.empty(rows * self._shape.head_dim, device=self._shape.device)
             self._log_sums = torch.empty(rows, device=self._shape.device)
         return self._partial, self._log_sums

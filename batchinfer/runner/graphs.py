@@ -40,7 +40,8 @@ def rerun(run: Run) -> Run:
 
 
 class CudaCapture:
-    """CUDA graphs whose memory is one pool: no two run at the same time, and what one gives is read before the next."""
+    """CUDA graphs whose memory is one pool: no two run at the same time, and what one gives is read before the next.
+    When all of them are gone, so is the pool: torch captures nothing into it any more, and another one is needed."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -58,7 +59,11 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """Runs steps of up to max_rows chunks of one token each. `num_captured` and `num_replayed` count for reports."""
+    """Runs steps of up to max_rows chunks of one token each, of sequences of up to max_len tokens.
+
+    new_capture   makes what captures; asked again when all graphs had to go
+    num_captured, num_replayed   what was done so far
+    """
 
     def __init__(
         self,
@@ -68,11 +73,13 @@ class DecodeGraphs:
         backends: Sequence[TritonAttention],
         device: torch.device,
         max_rows: int,
-        capture: Capture,
+        max_len: int,
+        new_capture: Callable[[], Capture],
     ) -> None:
-        self._model, self._layers, self._backends, self._capture = model, layers, backends, capture
+        self._model, self._layers, self._backends = model, layers, backends
+        self._new_capture, self._capture = new_capture, new_capture()
         self._buckets = row_buckets(max_rows)
-        self._plans = [KeptPlans(backend, max_rows=max_rows) for backend in backends]
+        self._plans = [KeptPlans(backend, max_rows=max_rows, max_len=max_len) for backend in backends]
         self._inputs = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
         self._staging = Staging(device, torch.int64)
         self._graphs: dict[Shape, Run | None] = {}
@@ -94,21 +101,28 @@ class DecodeGraphs:
         if shape not in self._graphs:
             self._graphs[shape] = None
             return self._runs(shape)()[:rows]
-        replay = self._graphs[shape]
+        replay = self._graphs[shape] or self._captured_for(batches, shape)
         if replay is None:
-            try:
-                if not self.num_captured:
-                    # The most rows first, of nothing but padding: the pool then has what every other graph needs.
-                    self._captured(self._write(None, self._buckets[-1]))
-                    shape = self._write(batches, shape[0])
-                replay = self._graphs.get(shape) or self._captured(shape)
-            except torch.OutOfMemoryError as error:
-                _log.warning("no memory for CUDA graphs, steps run without from now on: %s", error)
-                self._is_off = True
-                self._graphs.clear()
-                return self._runs(self._write(batches, shape[0]))()[:rows]
+            return self._runs(self._write(batches, shape[0]))()[:rows]
         self.num_replayed += 1
         return replay()[:rows]
+
+    def _captured_for(self, batches: StepBatches, shape: Shape) -> Run | None:
+        """The graph of a step that was written, and still is; None where there is no memory for it, and from then on
+        for none."""
+        try:
+            if not any(self._graphs.values()):
+                # The most rows first, of nothing but padding: the pool then has what every other graph needs.
+                self._captured(self._write(None, self._buckets[-1]))
+                self._write(batches, shape[0])
+            return self._graphs[shape] or self._captured(shape)
+        except RuntimeError as error:  # of torch's allocator, or of CUDA, whose graphs take memory beside it
+            if "out of memory" not in str(error):
+                raise
+            _log.warning("no memory for CUDA graphs, steps run without from now on: %s", error)
+        self._is_off = True
+        self._graphs.clear()
+        return None
 
     def _captured(self, shape: Shape) -> Run:
         run = self._runs(shape)
@@ -133,6 +147,7 @@ class DecodeGraphs:
         if self._generations != self._now():
             self._generations = self._now()
             self._graphs.clear()
+            self._capture = self._new_capture()
         return rows, tiles
 
     def _now(self) -> list[int]:

@@ -181,7 +181,7 @@ def load_runner(
         wanted, source = _wants_graphs(config, on_cpu)
         facts["cuda_graphs"] = Fact(wanted, source)
         if wanted:
-            graphs = _make_graphs(model, layers, backends, device=device, max_rows=max_num_seqs)
+            graphs = _make_graphs(model, layers, backends, device=device, max_rows=max_num_seqs, max_len=max_model_len)
     for name, fact in facts.items():
         _log.info("%s = %s (%s)", name, fact.value, fact.source)
     return runner(layers=layers, kv_groups=groups, facts=facts, graphs=graphs)
@@ -201,6 +201,7 @@ def _make_graphs(
     *,
     device: torch.device,
     max_rows: int,
+    max_len: int,
 ) -> DecodeGraphs:
     """Of Triton's backends. In the interpreter nothing is recorded: the calls are made again."""
     from batchinfer.attention.triton import TritonAttention  # imports triton, which need not be there
@@ -208,8 +209,15 @@ def _make_graphs(
 
     kept = [backend for backend in backends if isinstance(backend, TritonAttention)]
     assert len(kept) == len(backends)
-    capture = CudaCapture() if device.type == "cuda" else rerun
-    return DecodeGraphs(model, layers=layers, backends=kept, device=device, max_rows=max_rows, capture=capture)
+    return DecodeGraphs(
+        model,
+        layers=layers,
+        backends=kept,
+        device=device,
+        max_rows=max_rows,
+        max_len=max_len,
+        new_capture=CudaCapture if device.type == "cuda" else lambda: rerun,
+    )
 
 
 def _resolve_device(wanted: str) -> torch.device:

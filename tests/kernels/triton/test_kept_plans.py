@@ -32,7 +32,7 @@ def batch_of_next(sequences: list[int]) -> StepBatch:
 class Both:
     """One cache under plans made for the step, and one under kept plans, with equal bytes before each step."""
 
-    def __init__(self, max_rows: int = 8, **options: Any) -> None:
+    def __init__(self, max_rows: int = 8, max_len: int = 48, **options: Any) -> None:
         window = options.pop("window", None)
         self.eager, self.kept = (Paged(spec_of(window=window), NUM_BLOCKS, **options) for _ in range(2))
         if self.eager.k_cache.dtype == torch.int8:  # not any bytes are numbers
@@ -42,7 +42,7 @@ class Both:
             for nth, cache in enumerate((self.eager.k_cache, self.eager.v_cache)):
                 cache.copy_(normal(*cache.shape, seed=nth))
         with HOST:
-            self.plans = KeptPlans(self.kept.backend, max_rows=max_rows)
+            self.plans = KeptPlans(self.kept.backend, max_rows=max_rows, max_len=max_len)
         self.used: dict[tuple[int, tuple[int, ...]], KeptPlan] = {}
         self.num_again = 0
 
@@ -94,13 +94,23 @@ def test_a_step_has_the_bytes_that_it_has_with_a_plan_of_its_own(options: dict[s
 
 
 def test_memory_that_grows_changes_the_generation() -> None:
-    both = Both(max_rows=1)
+    both = Both(max_rows=1, max_len=4)
     generation = both.plans.generation
     for seed in range(2):
         both.step(batch_of_next([0, 1, 2, 3, 4, 5]), 6, seed)
         both.step(batch_of_next([4]), 1, seed)
         assert both.plans.generation > generation if seed == 0 else both.plans.generation == generation
         generation = both.plans.generation
+
+
+def test_what_was_told_of_fits_without_new_memory_but_for_partial_results() -> None:
+    """All rows at their longest: arrays of whole numbers stay where they are."""
+    both = Both(max_rows=6, max_len=48, deterministic=False)
+    memory = {name: tensor.data_ptr() for name, tensor in both.plans._memory.items()}
+    tables = [list(range(12 * i % 24, 12 * i % 24 + 12)) for i in range(6)]
+    with HOST:
+        both.plans.write(batch_of([47] * 6, [1] * 6, tables), 6)
+    assert {name: tensor.data_ptr() for name, tensor in both.plans._memory.items()} == memory
 
 
 def test_padding_alone_touches_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DRAWN = SamplingParams(temperature=0.8, top_p=0.9, logprobs=1)
 ONE_LAYER = {"num_hidden_layers": 1, "num_key_value_heads": 1}
+# Of torch's allocator; of CUDA, as a graph is made.
+OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")]
 
 
 def graphs_of(runner: Any) -> DecodeGraphs:
@@ -101,12 +104,49 @@ def test_shapes_that_come_again_are_replayed(make_runner: Callable[..., LocalRun
     assert runner._graphs is None
 
 
-def test_without_memory_for_a_graph_steps_run_on(make_runner: Callable[..., LocalRunner]) -> None:
+class Pool:
+    """As torch's allocator has pools: into one whose graphs are all gone nothing is captured any more."""
+
+    def __init__(self) -> None:
+        self.graphs: weakref.WeakSet[Run] = weakref.WeakSet()
+        self.is_used = False
+
+    def __call__(self, run: Run) -> Run:
+        assert self.graphs or not self.is_used
+
+        def replay() -> Tensor:
+            return run()
+
+        self.graphs.add(replay)
+        self.is_used = True
+        return replay
+
+
+def test_memory_that_grows_costs_the_graphs_and_their_pool(make_runner: Callable[..., LocalRunner]) -> None:
+    runner = make_runner("llama", ONE_LAYER, kernels="triton", cuda_graphs=True, max_num_seqs=3, **HERE, **SIZES)
+    compared, driver = Compared(runner), StepDriver(runner)
+    graphs = compared.graphs
+    if not ON_GPU:
+        graphs._new_capture, graphs._capture = Pool, Pool()
+    ids = [driver.add([5 + i]) for i in range(2)]
+    for _ in range(3):
+        driver.step(dict.fromkeys(ids, 1))
+    assert (graphs.num_captured, graphs.num_replayed) == (2, 2)
+    plans = graphs._plans[0]
+    plans._reserve_entries(plans._num_entries + 1)
+    for _ in range(3):
+        driver.step(dict.fromkeys(ids, 1))
+    assert (graphs.num_captured, graphs.num_replayed) == (4, 4)
+    assert len(compared.rows) == 6
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_without_memory_for_a_graph_steps_run_on(make_runner: Callable[..., LocalRunner], error: Exception) -> None:
     runner = make_runner("llama", ONE_LAYER, kernels="triton", cuda_graphs=True, max_num_seqs=2, **HERE, **SIZES)
     compared, driver = Compared(runner), StepDriver(runner)
 
     def full(run: Run) -> Run:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     compared.graphs._capture = full
     ids = [driver.add([5 + i]) for i in range(2)]
@@ -116,6 +156,20 @@ def test_without_memory_for_a_graph_steps_run_on(make_runner: Callable[..., Loca
     assert compared.rows == [2, 2]
     assert (compared.graphs.num_captured, compared.graphs.num_replayed) == (0, 0)
     assert [len(driver.output(seq_id)) for seq_id in ids] == [4, 4]
+
+
+def test_what_else_goes_wrong_is_not_passed_over(make_runner: Callable[..., LocalRunner]) -> None:
+    runner = make_runner("llama", ONE_LAYER, kernels="triton", cuda_graphs=True, max_num_seqs=1, **HERE, **SIZES)
+    driver = StepDriver(runner)
+
+    def broken(run: Run) -> Run:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    graphs_of(runner)._capture = broken
+    seq_id = driver.add([5])
+    driver.step({seq_id: 1})
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        driver.step({seq_id: 1})
 
 
 def test_where_graphs_are_and_where_not(make_runner: Callable[..., LocalRunner], tiny_folder: Any) -> None:
