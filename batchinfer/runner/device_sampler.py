@@ -51,32 +51,36 @@ class DeviceSampler:
         if plain:
             tokens, finite = model.greedy(states[: len(plain)])
             found.append(torch.where(finite, tokens, _NOT_FINITE))
-        for begin in range(0, len(others), self._part_rows):
+        drawings = self._drawings([rows[r] for r in others])
+        for begin, drawing in zip(range(0, len(others), self._part_rows), drawings, strict=True):
             part = others[begin : begin + self._part_rows]
             first = len(plain) + begin
             logits = model.compute_logits(states[first : first + len(part)])
             chosen = [rows[r] for r in part]
             reported = [i for i, row in enumerate(chosen) if row.state.spec.sampling.logprobs is not None]
             raw = logits[reported] if reported else None  # a copy: sampling overwrites logits
-            tokens = self._draw(logits, chosen)
+            tokens = self._draw(logits, chosen, drawing)
             found.append(tokens)
             if raw is not None:
                 logprobs |= {part[i]: entry for i, entry in _entries(raw, tokens, chosen, reported)}
         by_row = zip(order, torch.cat(found).tolist(), strict=True)
         return {r: token for r, token in by_row if token != _NOT_FINITE}, logprobs
 
-    def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    def _draw(self, logits: Tensor, rows: Sequence[SampleRow], drawing: Drawing) -> Tensor:
         """int64 [R] of raw logits [R, V], which are overwritten."""
         _, finite = self._ops.greedy(logits)
         adjust(logits, rows)
-        return torch.where(finite, self._ops.sample(logits, self._drawing(rows)), _NOT_FINITE)
+        return torch.where(finite, self._ops.sample(logits, drawing), _NOT_FINITE)
 
     def _indices(self, at: Sequence[int]) -> Tensor:
         host = self._staging.write(len(at))
         host.numpy()[:] = at
         return self._moved(host)
 
-    def _drawing(self, rows: Sequence[SampleRow]) -> Drawing:
+    def _drawings(self, rows: Sequence[SampleRow]) -> list[Drawing]:
+        """Of each part of so many rows; in one copy, since the host would wait for the last but one before a third."""
+        if not rows:
+            return []
         params = [row.state.spec.sampling for row in rows]
         count = len(rows)
         host = self._staging.write(6 * -(-count // _ALIGNED) * _ALIGNED).view(6, -1)
@@ -89,14 +93,21 @@ class DeviceSampler:
         floats[4] = [p.top_p for p in params]
         floats[5] = [p.min_p for p in params]
         moved = self._moved(host)
-        return Drawing(
-            keys=moved[0, :count],
-            positions=moved[1, :count],
-            top_k=moved[2].view(torch.int32)[:count],
-            temperature=moved[3].view(torch.float64)[:count],
-            top_p=moved[4].view(torch.float64)[:count],
-            min_p=moved[5].view(torch.float64)[:count],
-        )
+        keys, positions = moved[0], moved[1]
+        top_k = moved[2].view(torch.int32)
+        temperature, top_p, min_p = moved[3:].view(torch.float64)
+        return [
+            Drawing(
+                keys=keys[begin:end],
+                positions=positions[begin:end],
+                top_k=top_k[begin:end],
+                temperature=temperature[begin:end],
+                top_p=top_p[begin:end],
+                min_p=min_p[begin:end],
+            )
+            for begin in range(0, count, self._part_rows)
+            for end in [min(begin + self._part_rows, count)]
+        ]
 
     def _moved(self, host: Tensor) -> Tensor:
         moved = torch.empty(host.shape, dtype=host.dtype, device=self._device)

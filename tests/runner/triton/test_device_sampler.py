@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from batchinfer_kernels.sampling import SamplingOps
 from batchinfer_kernels.table import resolve
 from torch import Tensor
 
+from batchinfer.attention.staging import Staging
 from batchinfer.runner.device_sampler import DeviceSampler
 from batchinfer.runner.local import LocalRunner
 from batchinfer.runner.logprobs import token_logprobs
@@ -19,8 +21,8 @@ from batchinfer.runner.sampler import Sampler, SampleRow
 from batchinfer.runner.sequence_state import SequenceState
 from batchinfer.testing.step_driver import GREEDY, StepDriver
 from batchinfer.types.request import SamplingParams
-from batchinfer.types.step import Chunk, SequenceSpec
-from tests.kernels.triton.device import DEVICE, HOST
+from batchinfer.types.step import Chunk, SequenceSpec, StepResult
+from tests.kernels.triton.device import DEVICE, HOST, ON_GPU
 from tests.kernels.triton.drawing import CASES
 from tests.runner.triton.test_triton_runner import HERE, SIZES, _Waits
 
@@ -98,13 +100,34 @@ def test_tokens_and_logprobs_are_the_hosts(ops: str, kind: str) -> None:
     assert list(entries.items()) == list(zip(asked, wanted, strict=True))
 
 
+def test_parts_of_a_step_wait_for_nothing() -> None:
+    """Host memory that a step's parts pass through is not written twice in it: the host would wait for the model."""
+    waits: list[str] = []
+
+    class Watched:
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None:
+            waits.append("waited")
+
+    rows = rows_of([*ADJUSTED, {}, *CASES])
+    hidden = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    model: Any = Head()
+    sampler = DeviceSampler(ops_of("specification"), DEVICE, part_rows=2)
+    sampler._staging = Staging(DEVICE, torch.int64, Watched)
+    tokens, _ = sampler.sample(model, hidden, rows, list(reversed(range(len(rows)))))
+    assert len(tokens) == len(rows) > 6
+    assert waits == []
+
+
 def test_nothing_to_sample() -> None:
     model: Any = Head()
     assert DeviceSampler(ops_of("triton"), DEVICE, part_rows=5).sample(model, torch.zeros(0, VOCAB), [], []) == ({}, {})
 
 
-def test_a_step_waits_once(make_runner: Callable[..., LocalRunner], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy rows and drawn ones, with penalties and without, in several parts: one copy to the host."""
+@pytest.fixture
+def mixed_step(make_runner: Callable[..., LocalRunner], monkeypatch: pytest.MonkeyPatch) -> Callable[[], StepResult]:
+    """A step with greedy rows and drawn ones, with penalties and without, in several parts. The first was made."""
     monkeypatch.setattr("batchinfer.runner.local.LOGITS_ROWS", 1)
     runner = make_runner("llama", {"num_hidden_layers": 1}, kernels="triton", **HERE, **SIZES)
     driver = StepDriver(runner)
@@ -117,6 +140,11 @@ def test_a_step_waits_once(make_runner: Callable[..., LocalRunner], monkeypatch:
     ]
     ids = [driver.add([5 + i, 6], kind, sample_key=i, stop_token_ids=[3]) for i, kind in enumerate(kinds)]
     driver.step(dict.fromkeys(ids, 2))
+    return lambda: driver.step(dict.fromkeys(ids, 1))
+
+
+def test_a_step_waits_once(mixed_step: Callable[[], StepResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One copy to the host."""
     reads: list[int] = []
     tolist = Tensor.tolist
 
@@ -126,6 +154,21 @@ def test_a_step_waits_once(make_runner: Callable[..., LocalRunner], monkeypatch:
 
     monkeypatch.setattr(Tensor, "tolist", counted)
     with _Waits() as watch:
-        result = driver.step(dict.fromkeys(ids, 1))
+        result = mixed_step()
     assert len(result.token_ids) == 5
     assert (reads, watch.seen) == ([5], [])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="of what a GPU is waited for")
+def test_torch_knows_of_one_wait(mixed_step: Callable[[], StepResult]) -> None:
+    """Copies from memory that is not pinned would be others."""
+    for _ in range(3):  # kernels are compiled, a graph is made
+        mixed_step()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            mixed_step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sum("called a synchronizing CUDA operation" in str(warning.message) for warning in told) == 1
