@@ -122,7 +122,8 @@ class Maker:
             inner = activation(experts_linear(x, up, aligned), "silu")
             return combine(experts_linear(inner, down, aligned), weights, ids)
 
-        busy = min(1.0, rows * at.top / at.num_experts)  # of the experts, at most
+        _, ids = routing.softmax_top_k(lm_head.logits(x, gate), at.top, renormalize=True)
+        busy = len(ids.unique()) / at.num_experts  # the others are not read
         num_bytes = busy * (up.nbytes + down.nbytes) + gate.nbytes + 2 * x.nbytes
         return Work(run=run, num_bytes=num_bytes, operations=6.0 * rows * at.top * at.hidden * at.inner)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from batchinfer.testing.gpu.engine_benches import OFFLINE, EngineBenches
 from batchinfer.testing.gpu.kernel_benches import KernelBenches
-from batchinfer.testing.gpu.kernels import cases, step_batch
+from batchinfer.testing.gpu.kernels import Maker, cases, step_batch
 from batchinfer.testing.gpu.outcome import Check, Clock, Line, attempt
 from batchinfer.testing.gpu.sizes import TOY, WHOLE
 from batchinfer.testing.gpu.timing import Rates, Timer
@@ -48,6 +49,14 @@ def test_benches_of_the_engine() -> None:
     decode = next(line for name, line in found.items() if name.startswith("decode"))
     assert decode.numbers["context"] == pytest.approx(TOY.decode_context, abs=3)
     assert not benches.engine.has_unfinished()
+
+
+def test_a_step_that_takes_long_once_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineBenches, "_steps", lambda self, count: [*([1.0] * (count - 1)), 50.0])
+    benches = EngineBenches(replace(TOY, decode_steps=5), CPU, Clock(600))
+    (line,) = lines_of(list(benches.checks())[:1]).values()
+    assert line.numbers["step_s"] == 1.0 and "mean 10800.00 ms" in line.text
+    assert line.numbers["graphs"] is None  # in the interpreter
 
 
 def test_an_engine_bench_ends_when_time_does() -> None:
@@ -106,3 +115,11 @@ def test_sequences_share_the_blocks_of_their_prefix_and_no_others() -> None:
     assert (batch.block_tables[:, :2] == batch.block_tables[0, :2]).all()
     own = [batch.block_tables[0, 2], *batch.block_tables[1, 2:4], batch.block_tables[2, 2]]
     assert len({*own, *batch.block_tables[0, :2]}) == num_blocks
+
+
+def test_experts_of_no_token_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens are alike here, and so go to the same two of four experts."""
+    monkeypatch.setattr(Maker, "normal", lambda self, *shape, std=1.0: torch.ones(shape))
+    at, rows = TOY.experts, 4
+    numbers = 3 * at.top * at.hidden * at.inner + at.num_experts * at.hidden + 2 * rows * at.hidden
+    assert Maker(sizes=TOY, device=CPU).experts(rows).num_bytes == 4 * numbers
