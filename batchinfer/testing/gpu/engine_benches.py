@@ -107,7 +107,7 @@ class EngineBenches:
         kv_bytes = kv_tokens * kv_bytes_of_token(at.model, at.dtype) / steps
         weight_bytes = self._weight_bytes()
         floor = self.rates.floor_s(weight_bytes + kv_bytes)
-        # Not the mean: a shape of step runs without a graph when it is new, then is captured, and all others gain by it.
+        # Not the mean: a shape of step that is new runs without a graph, then is captured; all others gain by it.
         step = median(times)
         return Found(
             value=floor / step,

@@ -79,9 +79,12 @@ class Laws:
     clock: Clock
 
     def checks(self, name: str) -> Iterator[Check]:
-        """Each against all rows together in large steps, without a prefix cache, in a pool that holds all of them."""
+        """Each against all rows together in large steps, with CUDA graphs, without a prefix cache, in a pool that holds
+        all of them."""
         chunk = max(5, self.model.longest // 7)
         yield self._check(f"{name}: once more", {})
+        replays = "launches of graphs in what it is held against"
+        yield self._check(f"{name}: without CUDA graphs", {"cuda_graphs": False}, lambda _: self._together[1], replays)
         yield self._check(f"{name}: batches of 1", {"max_num_seqs": 1})
         yield self._check(f"{name}: chunks of {chunk} tokens", {"max_num_batched_tokens": chunk})
         cached = {"enable_prefix_caching": True, "max_num_seqs": 2}
@@ -107,8 +110,8 @@ class Laws:
         what: str = "",
     ) -> Check:
         def compare() -> Found:
-            expected = self._together
-            found, stats = self._run(**options)
+            expected, _ = self._together
+            found, stats, _ = self._run(**options)
             count = None if happened is None else happened(stats)
             if count == 0:
                 return Found(passed=False, text=f"no {what}: this run shows nothing")
@@ -126,10 +129,13 @@ class Laws:
         return Check(name=name, run=compare)
 
     @cached_property
-    def _together(self) -> Result:
-        return self._run()[0]
+    def _together(self) -> tuple[Result, int]:
+        """(what all others are held against, how often a CUDA graph was launched in it)"""
+        found, _, replays = self._run(cuda_graphs=True)
+        return found, replays
 
-    def _run(self, num_blocks: int | None = None, **options: Any) -> tuple[Result, EngineStats]:
+    def _run(self, num_blocks: int | None = None, **options: Any) -> tuple[Result, EngineStats, int]:
+        """(what came out, counts, how often a CUDA graph was launched)"""
         requests, at = self._requests(), self.model
         lengths = [len(request.prompt_token_ids) + at.new_tokens for request in requests]
         settings: dict[str, Any] = {
@@ -141,7 +147,9 @@ class Laws:
         }
         engine = self.make_engine(num_blocks or _blocks(lengths, at.block_size), **settings)
         try:
-            return run(engine, requests, self.clock), engine.stats()
+            found = run(engine, requests, self.clock)
+            graphs = getattr(engine.runner, "_graphs", None)
+            return found, engine.stats(), 0 if graphs is None else graphs.num_replayed
         finally:
             engine.close()
 

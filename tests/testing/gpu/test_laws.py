@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from batchinfer.testing.gpu.outcome import Check, Clock, Line, attempt
 from batchinfer.testing.gpu.sizes import QUICK, TOY, WHOLE, LawModel
 from batchinfer.types.step import KVGroup
 
+# What numpy says of rows that are padding, as in tests of graphs.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
 
 
@@ -27,8 +30,9 @@ def attempt_all(checks: list[Check]) -> dict[str, Line]:
 
 
 def fake_engines(model: LawModel) -> Callable[..., Engine]:
-    def make_engine(num_blocks: int, *, max_model_len: int, **options: Any) -> Engine:
-        runner = FakeRunner(kv_groups=[KVGroup(num_blocks=num_blocks, block_size=model.block_size)])
+    def make_engine(num_blocks: int, *, max_model_len: int, cuda_graphs: bool = True, **options: Any) -> Engine:
+        runner: Any = FakeRunner(kv_groups=[KVGroup(num_blocks=num_blocks, block_size=model.block_size)])
+        runner._graphs = SimpleNamespace(num_replayed=int(cuda_graphs))
         return Engine(runner, max_model_len=max_model_len, vocab_size=int(model.config["vocab_size"]), **options)
 
     return make_engine
@@ -37,7 +41,8 @@ def fake_engines(model: LawModel) -> Callable[..., Engine]:
 def test_they_hold() -> None:
     found = attempt_all(list(laws.checks(TOY, CPU, Clock(600))))
     assert {line.status for line in found.values()} == {"passed"}, found
-    assert len(found) == 5
+    assert len(found) == 6
+    assert found["without CUDA graphs"].text.endswith("launches of graphs in what it is held against")
 
 
 def test_a_product_that_looks_at_its_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
