@@ -87,7 +87,8 @@ def run_all(options: Options, say: Say, save: Callable[[Mapping[str, Any]], None
 def run_group(
     group: str, options: Options, clock: Clock, given: Mapping[str, float], done: Callable[[Sequence[Line]], None]
 ) -> None:
-    """All checks of a group; a process that dies takes one of them with it, and the rest go on in another."""
+    """All checks of a group; a process that dies, or breaks the device, takes one of them with it, and the rest go on in
+    another."""
     left = [check.name for check in checks_of(group, options.sizes, options.device, clock)]
     while left:
         if clock.left_s <= 0:
@@ -110,7 +111,9 @@ def run_group(
 def _run_child(
     asked: Mapping[str, Any], clock: Clock, root: Path, done: Callable[[Sequence[Line]], None], left: list[str]
 ) -> tuple[str, str, Mapping[str, Any]] | None:
-    """Takes names from `left` as they are done. What became of the first that is left, where there is one."""
+    """Takes names from `left` as they are done. What became of the first that is left, where there is one; None also
+    where the process ended in order before that, since the device did not answer any more after the last one."""
+    num_asked = len(left)
     command = [sys.executable, "-m", "batchinfer.testing.gpu.child", json.dumps(asked)]
     paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
@@ -138,7 +141,7 @@ def _run_child(
             reader.join()
             assert process.stdout is not None
             process.stdout.close()
-        if not left:
+        if not left or (code == 0 and len(left) < num_asked):
             return None
         errors.seek(0)
         tail = errors.read()[-4000:]

@@ -4,7 +4,7 @@ what takes too long can be ended.
     python -m batchinfer.testing.gpu.child JSON    # {"group", "sizes", "device", "limit_s", "given": {}, "names": []}
 
 prints one JSON line as each check begins, {"begin": name}, and its `Line` as it ends. Whatever else is printed goes to
-stderr.
+stderr. After a check that broke the device it ends without the others.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ prepare()  # before torch is loaded
 import torch  # noqa: E402
 
 from batchinfer.testing.gpu import laws  # noqa: E402
+from batchinfer.testing.gpu.device import answers  # noqa: E402
 from batchinfer.testing.gpu.engine_benches import EngineBenches  # noqa: E402
 from batchinfer.testing.gpu.kernel_benches import KernelBenches  # noqa: E402
 from batchinfer.testing.gpu.outcome import Check, Clock, attempt  # noqa: E402
@@ -56,7 +57,11 @@ def main(arguments: Sequence[str]) -> None:
         checks = {c.name: c for c in checks_of(asked["group"], SIZES[asked["sizes"]], device, clock, asked["given"])}
         for name in asked["names"]:
             print(json.dumps({"begin": name}), file=out)
-            print(attempt(asked["group"], checks[name], clock).to_json(), file=out)
+            line = attempt(asked["group"], checks[name], clock)
+            print(line.to_json(), file=out)
+            if line.status == "failed" and not answers(device):
+                out.flush()
+                os._exit(0)  # in no other order: what lies on the device can't be freed any more
 
 
 if __name__ == "__main__":

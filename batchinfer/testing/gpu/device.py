@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from batchinfer.testing.gpu.timing import synchronize
+
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "pytest", "transformers")
 
 
@@ -17,6 +19,15 @@ def no_gpu() -> str | None:
     if torch.cuda.is_available():
         return None
     return f"torch {torch.__version__} sees no NVIDIA GPU here, so nothing was checked"
+
+
+def answers(device: torch.device) -> bool:
+    """Whether this process can still use it: not after an illegal access, whatever is run then."""
+    try:
+        synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def facts(device: torch.device) -> dict[str, Any]:

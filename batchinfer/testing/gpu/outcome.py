@@ -111,10 +111,10 @@ def attempt(group: str, check: Check, clock: Clock) -> Line:
 def _status(check: Check, found: Found) -> Status:
     if not found.passed:
         return "failed"
-    if found.value is None:
-        return "passed"
     if check.target is None:
-        return "number"
+        return "passed" if found.value is None else "number"
+    if found.value is None:
+        return "failed"
     # Written so that NaN misses.
     reached = found.value <= check.target if check.at_most else found.value >= check.target
     return "passed" if reached else "missed"

@@ -13,6 +13,7 @@ import torch
 
 from batchinfer.testing.gpu import check
 from batchinfer.testing.gpu.check import Options, run_all
+from batchinfer.testing.gpu.device import answers
 from batchinfer.testing.gpu.outcome import FAILED, MISSED, NO_GPU, OK
 from batchinfer.testing.gpu.sizes import TOY
 
@@ -69,6 +70,31 @@ def test_a_process_that_dies_takes_one_check_with_it(tmp_path: Path, monkeypatch
     assert code == FAILED and len(lines) == 10
     assert {line["text"] for line in lines} == {"its process ended with exit code 9: CUDA error: illegal access"}
     assert {line["status"] for line in lines} == {"failed"}
+
+
+def test_a_process_that_ends_in_order_before_its_time_takes_nothing_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each check here."""
+    line = json.dumps({"group": "kernels", "name": "it", "status": "failed", "text": "CUDA error: illegal access"})
+    code, lines = run_with(f"echo '{line}'", tmp_path, monkeypatch, 60)
+    assert code == FAILED and len(lines) == 10
+    assert {line["text"] for line in lines} == {"CUDA error: illegal access"}
+
+
+def test_a_process_that_says_nothing_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, lines = run_with("exit 0", tmp_path, monkeypatch, 60)
+    assert code == FAILED and len(lines) == 10
+    assert {line["text"] for line in lines} == {"its process ended with exit code 0: no message"}
+
+
+def test_a_device_that_is_broken_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert answers(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    assert not answers(torch.device("cuda"))
 
 
 def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

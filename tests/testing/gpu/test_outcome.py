@@ -42,6 +42,7 @@ def line_of(found: Found | Exception, *, left_s: float = 60.0, **more: object) -
         (math.nan, {"target": 0.2, "at_most": True}, "missed"),
         (7.0, {}, "number"),
         (None, {}, "passed"),
+        (None, {"target": 1.4}, "failed"),
     ],
 )
 def test_a_value_is_held_against_its_target(value: float | None, more: dict[str, object], status: str) -> None:
