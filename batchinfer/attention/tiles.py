@@ -198,6 +198,38 @@ def _share(tiles: Tiles, batch: StepBatch, shape: AttentionShape, *, full: npt.N
     )
 
 
+def cut_batch(batch: StepBatch, shape: AttentionShape, most: int) -> list[tuple[int, StepBatch]]:
+    """(number of its first token, part) of parts of a step that follow each other: with at most so many partial results
+    each, one for each split of a token that sees several, where that can be. They are cut between chunks or blocks, so
+    that a block is begun and left by one of them."""
+    chunk = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+    positions = batch.starts[chunk] + ranges(batch.lengths)
+    splits = positions // shape.split_size - shape.first_split(positions) + 1
+    results = np.cumsum(np.where(splits > 1, splits, 0))
+    if not len(results) or results[-1] <= most:
+        return [(0, batch)]
+    cuts = np.append(np.flatnonzero((np.diff(chunk) != 0) | (positions[1:] % shape.block_size == 0)) + 1, len(chunk))
+    chunk_ends = np.cumsum(batch.lengths)
+    parts: list[tuple[int, StepBatch]] = []
+    begin = 0
+    while begin < len(chunk):
+        before = int(results[begin - 1]) if begin else 0
+        wanted = np.searchsorted(results, before + most, side="right")
+        last = int(np.searchsorted(cuts, wanted, side="right")) - 1
+        end = int(cuts[max(last, int(np.searchsorted(cuts, begin, side="right")))])
+        here = slice(int(chunk[begin]), int(chunk[end - 1]) + 1)
+        firsts = chunk_ends[here] - batch.lengths[here]
+        skipped = np.maximum(begin - firsts, 0)
+        part = StepBatch(
+            starts=batch.starts[here] + skipped,
+            lengths=np.minimum(chunk_ends[here], end) - firsts - skipped,
+            block_tables=batch.block_tables[here],
+        )
+        parts.append((begin, part))
+        begin = end
+    return parts
+
+
 def find_slots(batch: StepBatch, shape: AttentionShape, chunk: Ints, positions: Ints) -> tuple[Ints, Ints]:
     """(block * block_size + offset of each token; blocks that a sequence starts in this step and does not fill).
 

@@ -8,7 +8,7 @@ where such a backend is made.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,12 +32,25 @@ from torch import Tensor
 
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.attention.staging import Staging
-from batchinfer.attention.tiles import AttentionShape, Ints, StepBatch, Tiles, cut_tiles, find_slots, ranges, starts_of
+from batchinfer.attention.tiles import (
+    AttentionShape,
+    Ints,
+    StepBatch,
+    Tiles,
+    cut_batch,
+    cut_tiles,
+    find_slots,
+    ranges,
+    starts_of,
+)
 from batchinfer.errors import ConfigError
 
 # Arrays of a plan travel in one piece, and each begins at a multiple of so many numbers: kernels are compiled for
 # aligned addresses.
 ALIGNED = 32
+# That partial results of a KV group may take at a time: those of a long chunk far behind in its sequence are many.
+PARTIAL_BYTES = 2 << 30
+_OF_STEP = ("slots", "fresh_blocks", "fresh_from")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,23 +160,24 @@ class TritonAttention:
             v_scales=v_scales,
         )
         out = torch.empty_like(q)
-        partial, log_sums = self._scratch.of(plan)
-        attend(
-            q,
-            k_cache,
-            v_cache,
-            plan,
-            out,
-            partial,
-            log_sums,
-            block_size=self.shape.block_size,
-            scale=spec.scale,
-            softcap=spec.softcap,
-            sinks=sinks,
-            k_scales=k_scales,
-            v_scales=v_scales,
-        )
-        merge_splits(partial, log_sums, plan, out, sinks)
+        for part in (plan, *plan.more):
+            partial, log_sums = self._scratch.of(part)
+            attend(
+                q,
+                k_cache,
+                v_cache,
+                part,
+                out,
+                partial,
+                log_sums,
+                block_size=self.shape.block_size,
+                scale=spec.scale,
+                softcap=spec.softcap,
+                sinks=sinks,
+                k_scales=k_scales,
+                v_scales=v_scales,
+            )
+            merge_splits(partial, log_sums, part, out, sinks)
         return out
 
 
@@ -224,9 +238,10 @@ class TritonLatentAttention:
         [T, H, C + R], which is turned already. Not thread-safe."""
         mla.store(latents, rotated, cache, plan, turning)
         out = torch.empty(*q.shape[:2], self._shape.head_dim, dtype=q.dtype, device=q.device)
-        partial, log_sums = self._scratch.of(plan)
-        mla.attend(q, cache, plan, out, partial, log_sums, scale=scale)
-        merge_splits(partial, log_sums, plan, out)
+        for part in (plan, *plan.more):
+            partial, log_sums = self._scratch.of(part)
+            mla.attend(q, cache, part, out, partial, log_sums, scale=scale)
+            merge_splits(partial, log_sums, part, out)
         return out
 
 
@@ -266,22 +281,33 @@ def plan_step(
 ) -> TilePlan:
     """The plan of one step for one KV group. kinds: of tiles, by the number of queries that they may have. staging: of
     int32, kept by who makes many plans."""
-    found = step_arrays(batch, shape, kinds)
-    arrays = dict(found.shared)
-    for kind, of_kind in found.tiles.items():
-        arrays |= {f"{kind}.{name}": array for name, array in of_kind.items()}
+    most = PARTIAL_BYTES // (4 * shape.num_heads * (shape.head_dim + 1))
+    parts = [(first, step_arrays(part, shape, kinds)) for first, part in cut_batch(batch, shape, most)]
+    arrays = {name: np.concatenate([found.shared[name] for _, found in parts]) for name in _OF_STEP}
+    for nth, (first, found) in enumerate(parts):
+        own = {name: array for name, array in found.shared.items() if name not in _OF_STEP}
+        own |= {"members": own["members"] + first, "merged": own["merged"] + first}
+        for kind, of_kind in found.tiles.items():
+            own |= {f"{kind}.{name}": array for name, array in of_kind.items()}
+        arrays |= {f"{nth}.{name}": array for name, array in own.items()}
     tensors = _to_device(arrays, shape.device, staging or Staging(shape.device, torch.int32))
-    groups = tuple(
-        TileGroup(kind=kind, most=queries, **{name: tensors.pop(f"{kind}.{name}") for name in found.tiles[kind]})
-        for queries, kind in kinds.items()
-    )
-    return TilePlan(
-        groups=tuple(tiles for tiles in groups if len(tiles.start)),
-        num_entries=found.num_entries,
-        split_size=shape.split_size,
-        window=shape.window,
-        **tensors,
-    )
+    of_step = {name: tensors.pop(name) for name in _OF_STEP}
+    plans = []
+    for nth, (_, found) in enumerate(parts):
+        groups = tuple(
+            TileGroup(kind=kind, most=queries, **{name: tensors[f"{nth}.{kind}.{name}"] for name in found.tiles[kind]})
+            for queries, kind in kinds.items()
+        )
+        plan = TilePlan(
+            groups=tuple(tiles for tiles in groups if len(tiles.start)),
+            num_entries=found.num_entries,
+            split_size=shape.split_size,
+            window=shape.window,
+            **{name: tensors[f"{nth}.{name}"] for name in found.shared if name not in _OF_STEP},
+            **of_step,
+        )
+        plans.append(plan)
+    return replace(plans[0], more=tuple(plans[1:])) if len(plans) > 1 else plans[0]
 
 
 def step_arrays(batch: StepBatch, shape: AttentionShape, kinds: Mapping[int, str]) -> StepArrays:

@@ -81,7 +81,8 @@ def largest_step(
 ) -> StepPlan:
     """A first step of as many prompts and tokens as there may be, all sampled in the way that takes most memory.
 
-    Sequences use the same blocks, of each group as many as one of them needs: what they compute is of no matter.
+    Sequences use the same blocks, of each group as many as one of them needs: what they compute is of no matter. Chunks
+    far behind in long sequences may have more partial results of attention, within `attention.triton.PARTIAL_BYTES`.
     """
     num_seqs = min(max_num_seqs, max_num_batched_tokens)
     lengths = [1] * num_seqs

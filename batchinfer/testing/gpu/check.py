@@ -87,8 +87,8 @@ def run_all(options: Options, say: Say, save: Callable[[Mapping[str, Any]], None
 def run_group(
     group: str, options: Options, clock: Clock, given: Mapping[str, float], done: Callable[[Sequence[Line]], None]
 ) -> None:
-    """All checks of a group; a process that dies, or breaks the device, takes one of them with it, and the rest go on in
-    another."""
+    """All checks of a group; a process that dies, or breaks the device, takes one of them with it, and the rest go on
+    in another."""
     left = [check.name for check in checks_of(group, options.sizes, options.device, clock)]
     while left:
         if clock.left_s <= 0:

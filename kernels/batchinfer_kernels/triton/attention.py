@@ -113,6 +113,8 @@ class TilePlan:
     slots              [T]: block * S + offset, where a token's key and value are stored; -1: nowhere
     fresh_blocks, fresh_from   [F]: blocks that a sequence starts in this step and does not fill, and their first
                        offsets that are not written
+    more               further tiles and what is merged of them, one after the other in the same memory for partial
+                       results; slots and fresh blocks are of all together
     """
 
     groups: tuple[TileGroup, ...]
@@ -129,6 +131,7 @@ class TilePlan:
     fresh_from: Tensor
     split_size: int
     window: int | None
+    more: tuple[TilePlan, ...] = ()
 
 
 @triton.jit

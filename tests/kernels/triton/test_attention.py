@@ -201,6 +201,29 @@ def test_a_sequence_does_not_depend_on_its_batch_or_its_chunks() -> None:
     assert torch.equal(among[-LENGTH:], whole)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_parts_of_a_step_change_no_bytes(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """A chunk behind what its sequence has, one that begins a block which it does not fill, and single tokens: where
+    there is room for few partial results, one part after the other."""
+    spec = spec_of(16, window=window)
+    tables = [list(range(10)), list(range(20, 27)), list(range(30, 39)), list(range(40, 51))]
+    before, now = [10, 0, 33, 40], [30, 26, 1, 1]
+    whole, cut = Paged(spec, 60), Paged(spec, 60)
+    for paged in (whole, cut):
+        at = [0, 2, 3]
+        paged(*inputs(spec, sum(before)), batch_of([0] * 3, [before[i] for i in at], [tables[i] for i in at]))
+    batch, step = batch_of(before, now, tables), inputs(spec, sum(now), seed=9)
+    expected = whole(*step, batch)
+    assert not whole.plan(batch).more
+    monkeypatch.setattr("batchinfer.attention.triton.PARTIAL_BYTES", 20 * 4 * spec.num_heads * (spec.head_dim + 1))
+    plan = cut.plan(batch)
+    sizes = [part.num_entries for part in (plan, *plan.more)]
+    assert len(sizes) > 2 and max(sizes) <= 20
+    assert torch.equal(cut(*step, batch), expected)
+    for ours, theirs in ((cut.k_cache, whole.k_cache), (cut.v_cache, whole.v_cache)):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float16, torch.int8])
 def test_a_shared_split_changes_no_bytes(kv_dtype: torch.dtype) -> None:
     """Many sequences at the same token behind the same prefix, beside one that has it in blocks of its own."""
