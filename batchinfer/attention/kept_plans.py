@@ -50,7 +50,7 @@ class KeptPlans:
         self._partial = self._log_sums = torch.empty(0, device=self._shape.device)
         self._num_entries = 0
         at = self._shape
-        most = max_rows * -(-max_len // at.split_size)
+        self._most_entries = most = max_rows * -(-max_len // at.split_size)
         tiles = _aligned(rounded_up(most))
         self._reserve("fixed", len(_OF_ROWS) * _aligned(max_rows) + len(self._kinds) * len(_OF_TILES) * tiles)
         for name in _RAGGED:
@@ -129,7 +129,7 @@ class KeptPlans:
 
     def _reserve_entries(self, entries: int) -> None:
         if entries > self._num_entries:
-            self._num_entries = entries if not self._num_entries else 2 * entries
+            self._num_entries = max(entries, min(2 * entries, self._most_entries)) if self._num_entries else entries
             self._partial = self._log_sums = torch.empty(0, device=self._shape.device)  # before there is more
             rows = self._num_entries * self._shape.num_heads
             self._partial = torch.empty(rows * self._shape.head_dim, device=self._shape.device)

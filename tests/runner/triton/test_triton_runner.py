@@ -19,6 +19,7 @@ from batchinfer.config import EngineConfig
 from batchinfer.engine import Engine, load_engine
 from batchinfer.errors import ConfigError
 from batchinfer.runner.local import LocalRunner
+from batchinfer.testing.step_driver import StepDriver
 from batchinfer.types.request import Request, RequestOutput, SamplingParams
 from tests.kernels.triton.device import DEVICE, ON_GPU
 
@@ -209,6 +210,18 @@ def test_forward_does_not_wait_for_the_device(
     while engine.has_unfinished():
         engine.step()
     assert bool(seen) == waits
+
+
+@pytest.mark.skipif(not ON_GPU, reason="of a GPU's memory")
+def test_kv_blocks_get_what_the_largest_step_leaves(make_runner: Callable[..., LocalRunner]) -> None:
+    sizes = {"kernels": "triton", "kv_cache_memory": "auto", "max_num_seqs": 3, **HERE, **SIZES}
+    runner = make_runner("llama", SMALL, **sizes)
+    found = runner.facts()["num_blocks"]
+    assert (found.value, found.source) == (3 * 7, "auto: max_num_seqs sequences of max_model_len tokens")
+    driver = StepDriver(runner)
+    assert len(driver.generate([driver.add([5, 6, 7])], 4)[0]) == 4
+    with pytest.raises(ConfigError, match="that the largest step leaves of engine.gpu_memory_utilization"):
+        make_runner("llama", SMALL, gpu_memory_utilization=1e-6, **sizes)
 
 
 @pytest.mark.skipif(ON_GPU, reason="of the interpreter")
