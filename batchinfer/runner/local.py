@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 # Rows of logits that exist at a time: 128 rows of a vocabulary of 128k are 64 MB.
 LOGITS_ROWS = 128
+# In what torch says on the CPU, and what CUDA says of memory that torch does not give out.
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "CUDA error: out of memory")
 
 _log = logging.getLogger(__name__)
 
@@ -111,10 +114,10 @@ class LocalRunner:
             with torch.inference_mode():
                 result = self._execute(self._model, plan)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise OutOfMemory(f"a step of {_num_tokens(plan)} tokens does not fit in memory: {error}") from error
+            raise _out_of_memory(plan, error) from error
         except RuntimeError as error:
-            if "not enough memory" in str(error) or "can't allocate memory" in str(error):  # torch on the CPU
-                raise OutOfMemory(f"a step of {_num_tokens(plan)} tokens does not fit in memory: {error}") from error
+            if any(said in str(error) for said in _OUT_OF_MEMORY):
+                raise _out_of_memory(plan, error) from error
             raise
         self._next_step += 1
         return result
@@ -297,5 +300,8 @@ def _non_finite(where: str) -> RowError:
     )
 
 
-def _num_tokens(plan: StepPlan) -> int:
-    return sum(len(chunk.token_ids) for chunk in plan.chunks)
+def _out_of_memory(plan: StepPlan, error: Exception) -> OutOfMemory:
+    """Lets go of what had been made when memory ended: the exception would keep it, and a smaller step needs it."""
+    traceback.clear_frames(error.__traceback__)
+    num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+    return OutOfMemory(f"a step of {num_tokens} tokens does not fit in memory: {error}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from batchinfer.arithmetic import Machine
 from batchinfer.errors import ConfigError, EngineError, OutOfMemory
@@ -309,13 +311,23 @@ def test_steps_must_follow_each_other_and_a_failed_one_may_come_again(make_runne
         runner.execute(StepPlan(1, plan.chunks, plan.added))
     model: Any = runner._model
     forward = model.forward
+    made: list[weakref.ref[Tensor]] = []
 
     def out_of_memory(*args: Any) -> None:
-        raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes.")
+        activations = torch.zeros(8)
+        made.append(weakref.ref(activations))
+        raise said
 
     model.forward = out_of_memory
-    with pytest.raises(OutOfMemory, match="a step of 2 tokens does not fit in memory"):
-        runner.execute(plan)
+    for said in (
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes."),
+        RuntimeError("CUDA error: out of memory"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ):
+        with pytest.raises(OutOfMemory, match="a step of 2 tokens does not fit in memory") as raised:
+            runner.execute(plan)
+        assert raised.value.__cause__ is said
+    assert [ref() for ref in made] == [None] * 3  # though the exceptions are there
     model.forward = forward
     assert len(runner.execute(plan).token_ids[0]) == 1
     assert runner.execute(StepPlan(1, (), finished=(0, 99))).token_ids == {}
