@@ -48,7 +48,8 @@ class CudaCapture:
 
     def __call__(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Of this thread only: another one may use the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = run()
 
         def replay() -> Tensor:

@@ -406,6 +406,13 @@ def test_the_law_holds_for_every_type_of_kv(kv_dtype: str, kernels: str, make_ru
     assert run_all(runner, prompts, at_once=1, chunk=5) == together
 
 
+def test_another_gpu_than_the_current_one_is_refused(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ConfigError, match=r"engine.device 'cuda:1' is not supported; use cuda, and say which by CUDA_"):
+        make_runner(device="cuda:1")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
