@@ -129,12 +129,15 @@ class KeptPlans:
 
     def _reserve_entries(self, entries: int) -> None:
         if entries > self._num_entries:
-            self._num_entries = max(entries, min(2 * entries, self._most_entries)) if self._num_entries else entries
-            self._partial = self._log_sums = torch.empty(0, device=self._shape.device)  # before there is more
-            rows = self._num_entries * self._shape.num_heads
+            most = max(entries, min(2 * entries, self._most_entries)) if self._num_entries else entries
+            # What was there goes before there is more, and is gone also where there can't be.
+            self.generation += 1
+            self._num_entries = 0
+            self._partial = self._log_sums = torch.empty(0, device=self._shape.device)
+            rows = most * self._shape.num_heads
             self._partial = torch.empty(rows * self._shape.head_dim, device=self._shape.device)
             self._log_sums = torch.empty(rows, device=self._shape.device)
-            self.generation += 1
+            self._num_entries = most
 
 
 def _aligned(count: int) -> int:

@@ -113,6 +113,24 @@ def test_what_was_told_of_fits_without_new_memory_but_for_partial_results() -> N
     assert {name: tensor.data_ptr() for name, tensor in both.plans._memory.items()} == memory
 
 
+def test_partial_results_that_memory_ended_for_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Both(max_rows=1, max_len=4)
+    generation = both.plans.generation
+    empty = torch.empty
+
+    def full(*size: Any, **options: Any) -> Any:
+        if size[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(*size, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            both.plans._reserve_entries(9)
+    assert both.plans.generation > generation  # what was launched with what was there is not any more
+    both.step(batch_of_next([0, 1, 2, 3, 4, 5]), 6, seed=1)
+
+
 def test_padding_alone_touches_nothing() -> None:
     both = Both()
     before = [cache.clone().view(torch.uint8) for cache in (both.kept.k_cache, both.kept.v_cache)]
