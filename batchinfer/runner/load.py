@@ -234,7 +234,8 @@ def _resolve_device(wanted: str) -> torch.device:
             f"engine.device is {wanted!r}, but this torch ({torch.__version__}) sees no CUDA device; use cpu, or "
             "install a CUDA build of torch on a machine with an NVIDIA GPU"
         )
-    if device.index not in (None, torch.cuda.current_device()):  # where Triton launches, and graphs are captured
+    # Triton launches, and graphs are captured, on the current one.
+    if device.index is not None and device.index != torch.cuda.current_device():
         raise ConfigError(f"engine.device {wanted!r} is not supported; use cuda, and say which by CUDA_VISIBLE_DEVICES")
     return device
 
