@@ -151,7 +151,7 @@ def _four_bits(weight: Tensor, groups: Tensor, *, symmetric: bool) -> tuple[Tens
             zeros[:, group], scales[:, group] = 8, some.abs().amax(1) / 7
         else:
             scales[:, group] = (some.amax(1) - some.amin(1)) / 15
-            zeros[:, group] = (-some.amin(1) / scales[:, group]).round().clamp(1, 15)
+            zeros[:, group] = (-some.amin(1) / scales[:, group]).round().clamp(0, 15)
     wide, at = scales.float()[:, groups], zeros[:, groups]
     codes = ((weight / wide).round() + at).clamp(0, 15).long()
     return codes, zeros, scales, (codes - at) * wide

@@ -24,6 +24,7 @@ from torch import Tensor
 GROUPS = (32, 64, 128)
 _MIDDLE = 8  # the zero point of symmetric weights
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_ONES = 0x11111111  # 1 in each of the eight numbers of a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class Packed:
 
     codes   uint8 [Kp / 2H, N, H]
     scales  [G, N], of the activations' type
-    zeros   uint8 [G, N], 0 to 16; None: 8 everywhere
+    zeros   uint8 [G, N], 0 to 15; None: 8 everywhere
     order   int64 [K]: input i of these weights is order[i] of x; None: i
     depth   K
     group   inputs that share a scale; 0: all of them
@@ -114,13 +115,14 @@ def from_gptq(
 
     group        inputs in a group; -1: all
     dtype        of the activations
-    zero_offset  what is added to stored zero points: 1, and 0 for checkpoint_format "gptq_v2"
+    zero_offset  what is added to stored zero points: 1, and 0 for checkpoint_format "gptq_v2". It was taken away from
+                 whole words, where a zero point of 0 borrows from the next one, and is added to whole words
 
     Raises ValueError where shapes do not fit, or where g_idx does not fill its groups one after the other.
     """
     codes = _nibbles(qweight.T)  # [N, K]
     depth = codes.shape[1]
-    zeros = _nibbles(qzeros) + zero_offset
+    zeros = _nibbles(qzeros.to(torch.int32) + zero_offset * _ONES)  # what passes 32 bits is dropped
     group = _group(group, depth)
     order = None
     if act_order and g_idx is not None and group:

@@ -16,11 +16,11 @@ def words(nibbles: Tensor) -> Tensor:
 
 
 def a_layer(depth: int, features: int, group: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [K, N], zeros [G, N] from 1 to 15 and scales float16 [G, N]."""
+    """Codes [K, N], zeros [G, N] from 0 to 15 and scales float16 [G, N]."""
     torch.manual_seed(seed)
     num_groups = 1 if group == -1 else -(-depth // group)
     codes = torch.randint(16, (depth, features))
-    return codes, torch.randint(1, 16, (num_groups, features)), torch.rand(num_groups, features).half()
+    return codes, torch.randint(16, (num_groups, features)), torch.rand(num_groups, features).half()
 
 
 def meant(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
@@ -66,13 +66,15 @@ def test_gptq_symmetric_has_no_zero_points() -> None:
         assert torch.equal(w4.dequantize(packed, torch.float16), meant(codes, zeros, scales, in_turn(128, 64)))
 
 
-def test_a_zero_point_of_16() -> None:
-    codes, zeros, scales = a_layer(64, 8, 32)
-    zeros[:] = 16  # stored as 15
-    packed = w4.from_gptq(
-        words(codes.T).T, words(zeros - 1), scales, None, group=32, dtype=torch.float16, act_order=False
-    )
-    assert torch.equal(w4.dequantize(packed, torch.float16), meant(codes, zeros, scales, in_turn(64, 32)))
+def test_zero_points_of_0_borrow_from_their_neighbours() -> None:
+    """1 was taken away from whole words: a 0 is stored as 15, and the next one is less by one more."""
+    codes, _, scales = a_layer(64, 8, 64)
+    zeros = torch.tensor([[0, 8, 15, 0, 0, 1, 0, 15]])
+    stored = torch.tensor([[0xF0100F80 - 0x11111111 - (1 << 32)]]).int()
+    assert torch.equal(stored, words(zeros - 1))
+    packed = w4.from_gptq(words(codes.T).T, stored, scales, None, group=64, dtype=torch.float16, act_order=False)
+    assert packed.zeros is not None and packed.zeros[0].tolist() == zeros[0].tolist()
+    assert torch.equal(w4.dequantize(packed, torch.float16), meant(codes, zeros, scales, in_turn(64, 64)))
 
 
 @pytest.mark.parametrize("group, depth", [(32, 96), (128, 256), (-1, 80)])

@@ -19,7 +19,7 @@ def a_weight(features: int, depth: int, group: int, dtype: torch.dtype, has_zero
     return w4.pack(
         torch.randint(16, (features, depth), dtype=torch.uint8),
         torch.rand(num_groups, features).to(dtype) / 8,
-        torch.randint(17, (num_groups, features)) if has_zeros else None,
+        torch.randint(16, (num_groups, features)) if has_zeros else None,
         group=group,
         order=torch.randperm(depth) if turned else None,
     )
