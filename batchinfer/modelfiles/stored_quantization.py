@@ -65,9 +65,10 @@ def stored_quantization(config: Mapping[str, Any]) -> StoredQuantization | None:
 
 def _gptq(stored: Mapping[str, Any]) -> StoredQuantization:
     _known(stored, "bits", 4)
-    _known(stored, "checkpoint_format", None, "gptq", "gptq_v2")
+    layout = _layout(stored, "gptq", "gptq_v2")
     _known(stored, "is_marlin_format", None, False)
     _known(stored, "pack_dtype", None, "int32")
+    _nothing(stored, "adapter")
     dynamic = stored.get("dynamic") or {}
     # Rules "-:..." leave layers out, which their tensors say as well; others give layers bits and groups of their own.
     if not isinstance(dynamic, Mapping) or any(not str(rule).startswith("-:") for rule in dynamic):
@@ -76,13 +77,14 @@ def _gptq(stored: Mapping[str, Any]) -> StoredQuantization:
         scheme="gptq",
         group=_known(stored, "group_size", *GROUPS),
         act_order=bool(_known(stored, "desc_act", None, False, True)),
-        zero_offset=0 if stored.get("checkpoint_format") == "gptq_v2" else 1,
+        zero_offset=0 if layout == "gptq_v2" else 1,
     )
 
 
 def _awq(stored: Mapping[str, Any]) -> StoredQuantization:
     _known(stored, "w_bit" if "w_bit" in stored else "bits", 4)
     _known(stored, "version", None, "gemm", "GEMM")
+    _layout(stored, "gemm")
     _known(stored, "zero_point", None, True)
     group = _known(stored, "q_group_size" if "q_group_size" in stored else "group_size", *GROUPS)
     return StoredQuantization(scheme="awq", group=group)
@@ -91,15 +93,18 @@ def _awq(stored: Mapping[str, Any]) -> StoredQuantization:
 def _fp8(stored: Mapping[str, Any]) -> StoredQuantization:
     _known(stored, "fmt", None, "e4m3")
     _known(stored, "activation_scheme", None, "dynamic")
+    _nothing(stored, "kv_cache_scheme")
     block = _known(stored, "weight_block_size", None, [BLOCK, BLOCK])
     return StoredQuantization(scheme="fp8", blocks=block is not None)
 
 
 def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
     _known(stored, "format", None, "float-quantized", "int-quantized", "naive-quantized")
-    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        if stored.get(key) and stored[key] != {"format": "dense"}:
-            raise _Unknown(f"with a {key}")
+    _nothing(stored, "kv_cache_scheme", "transform_config")
+    sparsity = stored.get("sparsity_config")
+    # Of weights with many zeros that are stored like any others it says how many.
+    if not isinstance(sparsity, Mapping) or sparsity.get("format") != "dense":
+        _nothing(stored, "sparsity_config")
     groups = stored.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise _Unknown(f"config_groups {list(groups) if isinstance(groups, Mapping) else groups!r}; one is known")
@@ -108,11 +113,13 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> StoredQuantization:
     activations = group.get("input_activations") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping) or not isinstance(activations, Mapping):
         raise _Unknown("config_groups without weights and input_activations; both are needed")
+    _nothing(group, "output_activations")
     kind = _known(weights, "type", "float", "int")
     strategy = _known(weights, "strategy", *(("tensor", "channel", "block") if kind == "float" else ("channel",)))
     blocks = strategy == "block"
     if blocks:
         _known(weights, "block_structure", [BLOCK, BLOCK])
+    _known(weights, "dynamic", None, False)
     _known(activations, "type", kind)
     _known(activations, "dynamic", True)
     if _known(activations, "strategy", *(("group",) if blocks else ("token", "tensor"))) == "group":
@@ -130,6 +137,21 @@ def _known(stored: Mapping[str, Any], key: str, *values: Any) -> Any:
     if not any(type(value) is type(known) and value == known for known in values):
         raise _Unknown(f"{key} {value!r}; known: {', '.join(map(str, values))}")
     return value
+
+
+def _nothing(stored: Mapping[str, Any], *keys: str) -> None:
+    """What these keys would say is not computed here."""
+    for key in keys:
+        if stored.get(key):
+            raise _Unknown(f"with {key}")
+
+
+def _layout(stored: Mapping[str, Any], *known: str) -> str | None:
+    """How words are laid out, which a newer and an older key say; None where both are missing."""
+    found: set[str] = {_known(stored, key, None, *known) for key in ("checkpoint_format", "format")} - {None}
+    if len(found) > 1:
+        raise _Unknown(f"checkpoint_format {stored['checkpoint_format']!r} and format {stored['format']!r}")
+    return found.pop() if found else None
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], StoredQuantization]] = {

@@ -47,6 +47,10 @@ _QUANTIZED = frozenset(
         "weight_zero_point",
         "absmax",
         "SCB",
+        "input_scale",
+        "output_scale",
+        "k_scale",
+        "v_scale",
     ]
 )
 

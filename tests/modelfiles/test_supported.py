@@ -136,7 +136,7 @@ def test_numbers_of_a_rope_scaling_are_refused_by_their_names(tmp_path: Path, sc
         assert any(key in said for key in scaling if key not in ("rope_type",)) and str(folder) in said
 
 
-@pytest.mark.parametrize("last", ["qweight", "g_idx", "weight_packed", "weight_scale_inv"])
+@pytest.mark.parametrize("last", ["qweight", "g_idx", "weight_packed", "weight_scale_inv", "input_scale", "k_scale"])
 def test_quantized_tensors_of_which_the_config_says_nothing(tmp_path: Path, last: str) -> None:
     """As older GPTQ and AWQ checkpoints have it, beside a quantize_config.json that other programs read."""
     from safetensors.torch import load_file, save_file

@@ -353,9 +353,12 @@ def test_what_configs_say(name: str) -> None:
     assert found == details.get(name, found)
 
 
+def with_group(name: str, **change: Any) -> dict[str, Any]:
+    return {"config_groups": {"group_0": CONFIGS[name]["config_groups"]["group_0"] | change}}
+
+
 def in_group(name: str, part: str, **change: Any) -> dict[str, Any]:
-    group = CONFIGS[name]["config_groups"]["group_0"]
-    return {"config_groups": {"group_0": group | {part: group[part] | change}}}
+    return with_group(name, **{part: CONFIGS[name]["config_groups"]["group_0"][part] | change})
 
 
 @pytest.mark.parametrize(
@@ -366,24 +369,34 @@ def in_group(name: str, part: str, **change: Any) -> dict[str, Any]:
         ("gptq", {"group_size": 16}, "group_size 16; known: 32, 64, 128, -1"),
         ("gptq", {"group_size": None}, "group_size None"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("gptq", {"format": "bitblas"}, "format 'bitblas'"),
+        ("gptq", {"format": "gptq", "checkpoint_format": "gptq_v2"}, "checkpoint_format 'gptq_v2' and format 'gptq'"),
+        ("gptq", {"adapter": {"name": "lora"}}, "with adapter"),
         ("gptq", {"is_marlin_format": True}, "is_marlin_format True"),
         ("gptq", {"desc_act": "yes"}, "desc_act 'yes'"),
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "rules for single layers"),
         ("gptq", {"dynamic": 3}, "rules for single layers"),
         ("awq", {"version": "gemv"}, "version 'gemv'"),
+        ("awq", {"checkpoint_format": "gemv"}, "checkpoint_format 'gemv'"),
         ("awq", {"zero_point": False}, "zero_point False"),
         ("awq", {"bits": 3}, "bits 3"),
         ("fp8-blocks", {"activation_scheme": "static"}, "activation_scheme 'static'"),
         ("fp8-blocks", {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
+        ("fp8-blocks", {"kv_cache_scheme": "static"}, "with kv_cache_scheme"),
         ("fp8-blocks", {"fmt": "e5m2"}, "fmt 'e5m2'"),
         ("fp8-channel", {"config_groups": {"a": {}, "b": {}}}, r"config_groups \['a', 'b'\]; one is known"),
         ("fp8-channel", {"config_groups": [1]}, "one is known"),
         ("fp8-channel", {"config_groups": {"a": {"weights": None}}}, "without weights and input_activations"),
         ("fp8-channel", {"format": "pack-quantized"}, "format 'pack-quantized'"),
-        ("fp8-channel", {"kv_cache_scheme": {"num_bits": 8}}, "with a kv_cache_scheme"),
-        ("fp8-channel", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with a sparsity_config"),
+        ("fp8-channel", {"kv_cache_scheme": {"num_bits": 8}}, "with kv_cache_scheme"),
+        ("fp8-channel", {"kv_cache_scheme": {"format": "dense"}}, "with kv_cache_scheme"),
+        ("fp8-channel", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity_config"),
+        ("fp8-channel", {"sparsity_config": "dense"}, "with sparsity_config"),
+        ("fp8-channel", {"transform_config": {"config_groups": {"r1": {}}}}, "with transform_config"),
+        ("fp8-channel", with_group("fp8-channel", output_activations={"num_bits": 8}), "with output_activations"),
         ("fp8-channel", in_group("fp8-channel", "weights", num_bits=4), "num_bits 4"),
         ("fp8-channel", in_group("fp8-channel", "weights", strategy="group"), "strategy 'group'"),
+        ("fp8-channel", in_group("fp8-channel", "weights", dynamic=True), "dynamic True"),
         ("fp8-channel", in_group("fp8-channel", "input_activations", dynamic=False), "dynamic False"),
         ("fp8-channel", in_group("fp8-channel", "input_activations", type="int"), "type 'int'"),
         ("fp8-group", in_group("fp8-group", "input_activations", group_size=64), "group_size 64"),
@@ -399,6 +412,33 @@ def test_what_configs_say_that_is_not_known(name: str, change: dict[str, Any], s
     config = {"quantization_config": CONFIGS[name] | change}
     with pytest.raises(ModelError, match=rf"{says}.* not supported; use the original checkpoint"):
         stored_quantization(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gptq-v2", {"checkpoint_format": None, "format": "gptq_v2"}),
+        ("gptq-v2", {"format": "gptq_v2"}),
+        ("gptq", {"format": "gptq", "checkpoint_format": "gptq", "adapter": None, "dynamic": {"-:.*down.*": {}}}),
+        ("awq", {"format": "gemm", "checkpoint_format": "gemm"}),
+        # Weights with many zeros are stored like any others.
+        ("w8a8", {"sparsity_config": {"format": "dense", "global_sparsity": 0.14, "targets": []}}),
+        ("w8a8", {"sparsity_config": {}, "transform_config": {}, "kv_cache_scheme": None}),
+        ("w8a8", with_group("w8a8", output_activations=None)),
+    ],
+)
+def test_what_configs_may_say_besides(name: str, change: dict[str, Any]) -> None:
+    plain = stored_quantization({"quantization_config": CONFIGS[name]})
+    assert stored_quantization({"quantization_config": CONFIGS[name] | change}) == plain
+
+
+@pytest.mark.parametrize("last", ["mlp.up_proj.input_scale", "self_attn.k_scale", "self_attn.v_proj.output_scale"])
+def test_scales_that_are_not_used_are_refused_before_the_start(tmp_path: Path, last: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", **SIZES)
+    quantize_folder(folder, "fp8-channel")
+    change_tensors(folder, put(last, zeros(1)))
+    with pytest.raises(ModelError, match=rf"{last}' in model\.safetensors.* not supported in a checkpoint of fp8"):
+        check_supported(open_model(str(folder)))
 
 
 def test_a_config_that_is_no_object() -> None:
