@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+ORDER, BY_PLACE = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"  # what CUDA counts GPUs by, and what nvidia-smi does
 OLDEST = 80  # architecture that the Triton kernels are made for: `tuning.CAPABILITIES`
 _QUERY = ("nvidia-smi", "--query-gpu=uuid,name,compute_cap,mig.mode.current", "--format=csv,noheader")
 _TIMEOUT_S = 120.0  # a driver that is not kept loaded takes seconds for each GPU
@@ -69,12 +70,27 @@ def find(environment: Mapping[str, str] | None = None) -> tuple[Gpu, ...]:
     """At least one, in the order of CUDA_VISIBLE_DEVICES, or of the driver. Raises NoGpu."""
     there = installed()
     environment = os.environ if environment is None else environment
+    _refuse_numbers_of_others(environment, there)
     found = visible(environment.get(VARIABLE), there)
     if found:
         return found
     if VARIABLE in environment:
         raise NoGpu(f"{VARIABLE} is {environment[VARIABLE]!r}, which shows none of this machine's {len(there)} GPUs")
     raise NoGpu("its GPUs are divided (MIG), and have no instances")
+
+
+def _refuse_numbers_of_others(environment: Mapping[str, str], there: Sequence[Installed]) -> None:
+    """GPUs of different kinds CUDA counts by speed, unless it is told otherwise: its 0 may be another one
+    than nvidia-smi's, of another architecture."""
+    setting, kinds = environment.get(VARIABLE, ""), sorted({gpu.name for gpu in there})
+    if len(kinds) == 1 or environment.get(ORDER) == BY_PLACE:
+        return
+    if any(entry.strip().isdecimal() for entry in setting.split(",")):
+        raise NoGpu(
+            f"{VARIABLE} is {setting!r}, but this machine has different GPUs ({', '.join(kinds)}), which CUDA numbers "
+            f"by their speed; name them by UUID (nvidia-smi -L lists those), or set {ORDER}={BY_PLACE} as well, and "
+            "count them as nvidia-smi does"
+        )
 
 
 def visible(setting: str | None, there: Sequence[Installed]) -> tuple[Gpu, ...]:
@@ -133,22 +149,29 @@ def torch_obstacle() -> str | None:
 def installed() -> tuple[Installed, ...]:
     """All that the driver shows this process, at least one. Raises NoGpu; an answer is kept, a failure is not."""
     try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = _nvidia_smi(_QUERY)
     except FileNotFoundError:
         if not _DRIVER.exists():
             raise NoGpu("this machine has no NVIDIA driver (there is no nvidia-smi)") from None
         return _from_torch()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoGpu(f"nvidia-smi can't be asked for GPUs: {error}") from None
     if done.returncode:
         if "not a valid field" in done.stdout + done.stderr:  # a driver that is too old to be asked
             return _from_torch()
         raise NoGpu(f"nvidia-smi fails: {_last_line(done.stdout + done.stderr)}")
     there = _parse(done.stdout)
     if any(gpu.instances is not None for gpu in there):
-        listed = subprocess.run(("nvidia-smi", "-L"), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        there = with_instances(there, listed.stdout)
+        there = with_instances(there, _nvidia_smi(("nvidia-smi", "-L")).stdout)
     return there
+
+
+def _nvidia_smi(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Raises FileNotFoundError where it is not installed, NoGpu where it can't be run or hangs."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        raise
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoGpu(f"nvidia-smi can't be asked for GPUs: {error}") from None
 
 
 def _parse(text: str) -> tuple[Installed, ...]:

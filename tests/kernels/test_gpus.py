@@ -76,11 +76,37 @@ def test_nvidia_smi_is_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     nvidia_smi(path, lines, listed=f"GPU 1: NVIDIA A100 (UUID: {UUIDS[1]})\n  MIG 1g.5gb Device 0: (UUID: MIG-x1)\n")
     first = Gpu(handle=UUIDS[0], name="NVIDIA H200", capability=90)
     assert find() == (first, Gpu(handle="MIG-x1", name="NVIDIA A100-SXM4-40GB", capability=80))
-    assert find({"CUDA_VISIBLE_DEVICES": "0"}) == (Gpu(handle="0", name="NVIDIA H200", capability=90),)
+    numbered = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert find(numbered) == (Gpu(handle="0", name="NVIDIA H200", capability=90),)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-x1")
     assert [gpu.capability for gpu in find()] == [80]
     with pytest.raises(NoGpu, match=r"CUDA_VISIBLE_DEVICES is '', which shows none of this machine's 2 GPUs"):
         find({"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.mark.parametrize("order", [{}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}], ids=["unset", "by speed"])
+def test_numbers_that_cuda_may_give_to_others(path: Path, order: dict[str, str]) -> None:
+    """Which GPU 0 is, of different ones, nvidia-smi can not say."""
+    lines = [f"{UUIDS[0]}, NVIDIA A100-SXM4-40GB, 8.0, [N/A]", f"{UUIDS[1]}, NVIDIA H200, 9.0, [N/A]"]
+    nvidia_smi(path, lines)
+    says = r"is '1', but .* \(NVIDIA A100-SXM4-40GB, NVIDIA H200\), .* CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    with pytest.raises(NoGpu, match=says):
+        find({"CUDA_VISIBLE_DEVICES": "1"} | order)
+    assert [gpu.handle for gpu in find({"CUDA_VISIBLE_DEVICES": UUIDS[1]} | order)] == [UUIDS[1]]
+    assert [gpu.handle for gpu in find(order)] == list(UUIDS)
+    gpus.installed.cache_clear()
+    nvidia_smi(path, [line.replace("A100-SXM4-40GB, 8.0", "H200, 9.0") for line in lines])
+    assert [gpu.handle for gpu in find({"CUDA_VISIBLE_DEVICES": "1"} | order)] == ["1"]
+
+
+def test_an_nvidia_smi_that_hangs_half_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = nvidia_smi(path, [f"{UUIDS[0]}, NVIDIA A100-SXM4-40GB, 8.0, Enabled"])
+    script.write_text(script.read_text().replace("-L ]; then cat", "-L ]; then read -r never < pipe; cat"))
+    os.mkfifo(path / "pipe")
+    monkeypatch.chdir(path)
+    monkeypatch.setattr(gpus, "_TIMEOUT_S", 1.0)
+    with pytest.raises(NoGpu, match="nvidia-smi can't be asked for GPUs: .*timed out"):
+        find()
 
 
 def test_divided_gpus_without_instances_are_none(path: Path) -> None:
