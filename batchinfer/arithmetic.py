@@ -104,7 +104,8 @@ def no_gpu(reason: str) -> ConfigError:
 class Arithmetic:
     """All that is resolved; each value's name is a key of `sources`, which say "user" or "auto: " and why.
 
-    instruction_level   of the CPU, or a GPU's architecture; None where it decides nothing, or is not known
+    instruction_level   of the CPU, or a GPU's architecture (and model, where torch multiplies); None where it decides
+                        nothing, or is not known
     degraded            what is slower than it could be here, and how to mend it; None where nothing is
     """
 
@@ -185,7 +186,7 @@ def resolve_arithmetic(
         kv_cache_dtype,
         ("int8", "auto: with int8") if native_int8 else (values["dtype"], "auto: model.dtype"),
     )
-    level = _level(machine, used, scheme, values["dtype"]) if on_cpu else machine.gpu_level
+    level = _level(machine, used, scheme, values["dtype"]) if on_cpu else _gpu_level(machine, used)
     sources["instruction_level"] = "auto: this CPU" if on_cpu else f"auto: {machine.gpu_name or 'the GPU'}"
     degraded = None
     if (
@@ -292,6 +293,14 @@ def _level(machine: Machine, kernels: str, quantization: str, dtype: str) -> str
     if kernels == "native" and dtype == "float32" and machine.product_level == "amx":
         return "avx512_bf16"  # the C files do not use more than that
     return machine.product_level
+
+
+def _gpu_level(machine: Machine, kernels: str) -> str | None:
+    """Triton's kernels add up in the same order on all GPUs of an architecture; the libraries behind torch's products
+    choose by the model as well (its number of processors)."""
+    if kernels == "triton" or machine.gpu_level is None or machine.gpu_name is None:
+        return machine.gpu_level
+    return f"{machine.gpu_level}, {machine.gpu_name.partition(' MIG ')[0]}"
 
 
 def _with_mend(machine: Machine) -> str:

@@ -288,7 +288,7 @@ def _arithmetic(
         if not only_look:
             raise lacking
         level = None if frozen is None else frozen.arithmetic.instruction_level
-        machine = replace(machine, gpu_level=level, triton_on_gpu=None)
+        machine = replace(machine, gpu_level=level, gpu_name=None, triton_on_gpu=None)  # the level has the name
     found: Arithmetic | None = None
     if frozen is not None:
         chosen = frozen.arithmetic

@@ -84,7 +84,7 @@ INT8 = ("float32", "int8", "int8", "native", "avx512_bf16")
         (GPU, {"device": "cuda", "quantization": "fp8"}, ("bfloat16", "fp8", "bfloat16", "triton", None)),
         (SUITED, {"kernels": "reference", "quantization": "fp8"}, ("float32", "fp8", "float32", "reference", "avx512")),
         (H200, {"device": "cuda"}, ("bfloat16", "none", "bfloat16", "triton", "sm_90")),
-        (H200, {"device": "cuda", "kernels": "cpu"}, ("bfloat16", "none", "bfloat16", "cpu", "sm_90")),
+        (H200, {"device": "cuda", "kernels": "cpu"}, ("bfloat16", "none", "bfloat16", "cpu", "sm_90, NVIDIA H200")),
         (H200, {}, ("float32", "none", "float32", "cpu", "avx512")),
         (GPU, {}, ("float32", "none", "float32", "cpu", "avx512")),
         (INTERPRETER, {"kernels": "triton"}, ("float32", "none", "float32", "triton", "avx2")),
@@ -146,6 +146,15 @@ def test_the_level_counts_only_where_bytes_follow_it() -> None:
     assert resolved(amx, kernels="cpu").instruction_level == resolved(SUITED, kernels="cpu").instruction_level
     assert resolved(amx).instruction_level == resolved(SUITED).instruction_level
     assert resolved(amx, dtype="bfloat16").instruction_level == "amx"
+
+
+def test_the_level_of_a_gpu() -> None:
+    """torch's products follow the model of a GPU, Triton's its architecture alone. An instance is of its GPU."""
+    part, other = (replace(H200, gpu_name=f"NVIDIA {name}") for name in ("H200 MIG 1g.18gb", "H100 80GB HBM3"))
+    for kernels, same in (("triton", True), ("cpu", False)):
+        whole = resolved(H200, device="cuda", kernels=kernels).instruction_level
+        assert resolved(part, device="cuda", kernels=kernels).instruction_level == whole
+        assert (resolved(other, device="cuda", kernels=kernels).instruction_level == whole) == same
 
 
 def test_sources_say_why() -> None:

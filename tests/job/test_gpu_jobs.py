@@ -90,7 +90,8 @@ def test_gpus_are_looked_at_for_jobs_on_them_alone(job, shop, model, monkeypatch
     monkeypatch.setattr(gpus, "installed", lambda: H200S)
     monkeypatch.setattr(gpus, "torch_obstacle", lambda: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert job(None, CUDA, "engine.kernels=cpu").semantic["engine.instruction_level"] == "sm_90"
+    found = job(None, CUDA, "engine.kernels=cpu")
+    assert found.semantic["engine.instruction_level"] == "sm_90, NVIDIA H200"
 
 
 def test_the_same_architecture_goes_on_and_another_is_refused_with_the_reason(job):
@@ -134,7 +135,15 @@ def test_what_can_not_run_is_refused_before_anything_is_written(job, shop, machi
 
 def test_without_triton_torch_alone_can_be_asked_for(job):
     found = job(replace(H200, triton_on_gpu="the package triton is not installed"), CUDA, "engine.kernels=cpu")
-    assert [found.semantic[key] for key in KEYS[:3]] == ["cuda", "sm_90", "cpu"]
+    assert [found.semantic[key] for key in KEYS[:3]] == ["cuda", "sm_90, NVIDIA H200", "cpu"]
+
+
+def test_with_torch_alone_another_model_of_the_architecture_is_refused(job):
+    first = freeze_job(job(H200, CUDA, "engine.kernels=cpu"))
+    with pytest.raises(ResumeRefused, match=r"\(NVIDIA H100 PCIe\) are sm_90, NVIDIA H100 PCIe"):
+        job(replace(H200, gpu_name="NVIDIA H100 PCIe"), CUDA, "engine.kernels=cpu")
+    for machine in (NONE, replace(H200, torch_on_gpu="no CUDA")):
+        assert job(machine, CUDA, "engine.kernels=cpu", only_look=True).semantic == first.semantic
 
 
 def test_how_a_gpu_is_used_changes_no_bytes_and_may_change(job):
