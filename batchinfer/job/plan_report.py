@@ -7,7 +7,6 @@ small results that `merge_surveys` adds up, so that a cluster can share the work
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from batchinfer.job.token_order import Ints, RaggedTokens, neighbour_lcp, sort_r
 from batchinfer.job.units import num_duplicates, output_tokens
 from batchinfer.job.windows import Window
 from batchinfer.modelfiles import ModelFiles, open_model
+from batchinfer.modelfiles.stored_quantization import BLOCK, stored_quantization
 from batchinfer.text import prepare_rows
 from batchinfer.types.rows import RowError
 
@@ -280,13 +280,11 @@ def _predict_on(
 
 
 def _group(files: ModelFiles) -> int:
-    """How many of a quantized checkpoint's weights share a scale; 0 where its config says nothing of groups."""
-    stored = files.config.get("quantization_config")
-    stored = stored if isinstance(stored, Mapping) else {}
-    size, block = stored.get("group_size"), stored.get("weight_block_size")
-    if isinstance(block, list) and block and all(isinstance(side, int) and side > 0 for side in block):
-        return math.prod(block)
-    return size if isinstance(size, int) and size > 0 else 0
+    """How many of a quantized checkpoint's weights share a scale; 0 where all of an output do."""
+    stored = stored_quantization(files.config)
+    if stored is None:
+        return 0
+    return BLOCK * BLOCK if stored.blocks else max(0, stored.group)
 
 
 def _wanted_tokens(job: ResolvedJob, rows: PreparedRows) -> Ints:

@@ -17,6 +17,7 @@ from batchinfer.job.plan_report import plan_report
 from batchinfer.job.report import summarize
 from batchinfer.job.resolve import resolve_job
 from batchinfer.testing.tiny import make_tiny
+from batchinfer.testing.tiny_quantized import quantize_folder
 from tests.fake_gpus import H200S
 
 CPU = Machine(vector_level="avx512", product_level="avx512_bf16")
@@ -181,6 +182,18 @@ def test_a_plan_predicts_for_the_gpu_and_not_for_the_cpu(job):
     assert report.on_device.weights in ("bfloat16", "float16")
     assert plan_report(job(replace(H200, gpu_name="NVIDIA X1"), CUDA)).on_device is None
     assert plan_report(job(H200)).on_device is None and plan_report(job(H200)).predicted_s is not None
+
+
+def test_a_plan_counts_the_scales_of_a_checkpoint(job, model, tmp_path):
+    def weight_bytes(name):
+        shutil.copytree(model, tmp_path / name)
+        quantize_folder(tmp_path / name, name)
+        report = plan_report(job(H200, CUDA, f"model.path={tmp_path / name}"))
+        assert report.on_device is not None
+        return report.on_device.weight_bytes
+
+    assert weight_bytes("fp8-blocks") == weight_bytes("fp8-group") < weight_bytes("fp8-channel")
+    assert weight_bytes("gptq") > weight_bytes("gptq-v2")  # in groups, and by output
 
 
 @pytest.mark.parametrize(
