@@ -40,7 +40,7 @@ class ResolvedJob:
     spec          what the user wrote; only its non-semantic parts (workers, batch and pool sizes, failure limits)
                   may differ from one run to the next
     semantic      what decides the output's bytes: dotted key -> JSON value; frozen at the first submit
-    sources       where each value of `semantic` came from: user, generation_config, model, device, drawn, default, or
+    sources       where each value of `semantic` came from: user, generation_config, model, drawn, default, or
                   "auto: " and why
     input         description of the input dataset (`data.InputDataset.describe`), files in the manifest's order
     generations   one per file of `input`: 0 for the first submit's files, n for those of the nth --extend

@@ -1,6 +1,6 @@
 """From what the user wrote to a ResolvedJob: reads the model's configs and the input's footers, writes nothing.
 
-Every value gets a source: user, generation_config, model, device, drawn, default, or "auto: " and why. Where the
+Every value gets a source: user, generation_config, model, drawn, default, or "auto: " and why. Where the
 output folder holds a frozen job, that one is compared with and kept (`job.manifest`).
 """
 
@@ -203,7 +203,6 @@ def _with_overrides(frozen: ResolvedJob, job: ResolvedJob) -> ResolvedJob:
         for key, value in job.semantic.items()
         if key.startswith(("sampling.", "engine."))
         and key not in _SHAPES
-        and job.sources[key] != "device"
         and not job.sources[key].startswith(AUTO)
         and frozen.semantic.get(key) != value
     }

@@ -32,15 +32,6 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values[..., :features, :depth].contiguous(), scales
 
 
-def channel_scales(scale: Tensor, parts: tuple[int, ...]) -> Tensor:
-    """Scales float32 [N] of layers that are fused, `parts` output features each: `scale` has one for each, or one for
-    all of them. Raises ValueError for another number."""
-    flat = scale.to(torch.float32).flatten()
-    if flat.numel() not in (1, len(parts)):
-        raise ValueError(f"FP8: {flat.numel()} scales for {len(parts)} fused layers")
-    return flat.expand(len(parts)).repeat_interleave(torch.tensor(parts, device=flat.device))
-
-
 def check_weight(values: Tensor) -> None:
     """Raises ValueError for weights e4m3 with a NaN, which widening does not know."""
     if bool(((values.view(torch.uint8) & 0x7F) == 0x7F).any()):

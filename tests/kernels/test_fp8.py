@@ -73,13 +73,6 @@ def test_the_product_is_that_of_the_values(kind: str) -> None:
     assert (narrow - exact).abs().max() < 0.05 * exact.abs().max()
 
 
-def test_scales_of_fused_layers() -> None:
-    assert fp8.channel_scales(torch.tensor([2.0, 3.0]), (1, 2)).tolist() == [2, 3, 3]
-    assert fp8.channel_scales(torch.tensor(2.0), (1, 2)).tolist() == [2, 2, 2]
-    with pytest.raises(ValueError, match="3 scales for 2"):
-        fp8.channel_scales(torch.ones(3), (1, 2))
-
-
 def test_a_weight_that_is_nan_is_refused() -> None:
     values = torch.tensor([[448.0, -448.0, 0.0]]).to(fp8.TYPE)
     fp8.check_weight(values)
