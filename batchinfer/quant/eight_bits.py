@@ -100,8 +100,8 @@ class EightBitWeights(PackedWeights):
         takes: str | None,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__(filling)
-        self._ops, self._formats, self._filling = ops, formats, filling
+        super().__init__(ops, filling)
+        self._formats, self._filling = formats, filling
         self._product: Any = product  # takes no scales only where activations are not quantized
         self._takes, self._dtype = takes, dtype
 
@@ -109,9 +109,9 @@ class EightBitWeights(PackedWeights):
         values, scales = self._filling.quantized()
         self.params = {"weight": values, "scales": scales}
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor | Codes:
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Any:
         if self._takes is None:
-            return self._ops.rms_norm(x, weight, eps)
+            return super().norm(x, weight, eps)
         return Codes(*self._formats.rms_norm(x, weight, eps, self._takes))
 
     def linear(self, x: Any, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -123,9 +123,9 @@ class EightBitWeights(PackedWeights):
         y: Tensor = self._product(values, scales, weight, its_scales, bias, residual, dtype=self._dtype)
         return y
 
-    def activated(self, gate_up: Tensor) -> Tensor | Codes:
+    def activated(self, gate_up: Tensor) -> Any:
         if self._takes is None:
-            return self._ops.silu_and_mul(gate_up)
+            return super().activated(gate_up)
         return Codes(*self._formats.silu_and_mul(gate_up, self._takes))
 
 

@@ -59,16 +59,23 @@ class Dequantized(PlainWeights):
 
 
 class Products(ABC):
-    """What of `LinearWeights` follows from the product."""
+    """What of `LinearWeights` follows from the product, for one that takes tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, ops: Ops) -> None:
         self.params: dict[str, Tensor] = {}
+        self._ops = ops
 
     @abstractmethod
     def linear(self, x: Any, bias: Tensor | None, residual: Tensor | None) -> Tensor: ...
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Any:
+        return self._ops.rms_norm(x, weight, eps)
+
     def gated(self, x: Any, bias: Tensor | None, feeds: LinearWeights) -> Any:
         return feeds.activated(self.linear(x, bias, None))
+
+    def activated(self, gate_up: Tensor) -> Any:
+        return self._ops.silu_and_mul(gate_up)
 
     def logits(self, x: Any) -> Tensor:
         return self.linear(x, None, None).float()
@@ -82,10 +89,10 @@ class Products(ABC):
 
 
 class PackedWeights(Products):
-    """What `LinearWeights` are beside `finish`, `norm`, `linear` and `activated`, which are the scheme's."""
+    """What `LinearWeights` are beside `finish` and `linear`, which are the scheme's."""
 
-    def __init__(self, filling: Filling) -> None:
-        super().__init__()
+    def __init__(self, ops: Ops, filling: Filling) -> None:
+        super().__init__(ops)
         self._from = filling
 
     def stored(self, part: str, features: int) -> dict[str, tuple[int, ...]]:
@@ -99,8 +106,8 @@ class Apart(Products):
     """Parts that can't be one product: each has weights of its own, outputs stand side by side."""
 
     def __init__(self, ops: Ops, shape: LinearShape, make: Callable[[LinearShape], LinearWeights]) -> None:
-        super().__init__()
-        self._ops, self._sizes = ops, shape.parts
+        super().__init__(ops)
+        self._sizes = shape.parts
         self._parts: dict[str, LinearWeights] = {}
         for (part, kinds), features in zip(shape.stored.items(), shape.parts, strict=True):
             alone = replace(shape, out_features=features, parts=(features,), stored={part: kinds}, gated=False)
@@ -117,15 +124,9 @@ class Apart(Products):
             weights.finish()
             self.params |= {f"{part}_{name}": tensor for name, tensor in weights.params.items()}
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._ops.rms_norm(x, weight, eps)
-
     def linear(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         products = [partial(part.linear, x) for part in self._parts.values()]
         return side_by_side(products, self._sizes, bias, residual)
-
-    def activated(self, gate_up: Tensor) -> Tensor:
-        return self._ops.silu_and_mul(gate_up)
 
 
 def side_by_side(

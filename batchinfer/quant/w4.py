@@ -60,8 +60,8 @@ class W4Weights(PackedWeights):
     """Codes, scales, zero points and the order of inputs as `w4.Packed` has them; products take tensors."""
 
     def __init__(self, ops: Ops, formats: FormatOps, words: _Words) -> None:
-        super().__init__(words)
-        self._ops, self._product, self._words = ops, formats.linear_w4, words
+        super().__init__(ops, words)
+        self._product, self._words = formats.linear_w4, words
         self._packed: list[Packed] = []
 
     def finish(self) -> None:
@@ -71,17 +71,11 @@ class W4Weights(PackedWeights):
             at = "" if len(self._packed) == 1 else f"{i}_"
             self.params |= {at + name: tensor for name, tensor in kept.items() if tensor is not None}
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._ops.rms_norm(x, weight, eps)
-
     def linear(self, x: Any, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         if len(self._packed) == 1:
             return self._product(x, self._packed[0], bias, residual)
         products = [partial(self._product, x, packed) for packed in self._packed]
         return side_by_side(products, [packed.codes.shape[1] for packed in self._packed], bias, residual)
-
-    def activated(self, gate_up: Tensor) -> Tensor:
-        return self._ops.silu_and_mul(gate_up)
 
 
 class _Words:
