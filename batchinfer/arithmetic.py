@@ -280,8 +280,8 @@ def _for_kernels(scheme: str, stored: str | None, kernels: str, source: str) -> 
         raise ConfigError(f"model.quantization {scheme}: the checkpoint is not stored so; use none, int8 or fp8")
     elif scheme in ("w8a8", "fp8") and kernels not in ("triton", "reference"):
         raise ConfigError(
-            f"model.quantization {scheme} needs engine.kernels triton (or reference, for comparisons), here they are "
-            f"{kernels} ({source}); use int8 or none"
+            f"model.quantization {scheme} needs engine.kernels triton with engine.device cuda (or kernels reference, "
+            f"for comparisons), here they are {kernels} ({source}); use int8 or none"
         )
     return scheme
 

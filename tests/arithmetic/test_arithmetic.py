@@ -194,7 +194,7 @@ def test_what_could_be_faster_is_said_with_how_to_mend_it(
     ("options", "says"),
     [
         ({"quantization": "int4"}, r"model\.quantization: 'int4' is planned and not there yet; use auto, none or int8"),
-        ({"quantization": "fp8"}, r"fp8 needs engine\.kernels triton .* here they are native \(auto: this CPU has"),
+        ({"quantization": "fp8"}, r"fp8 needs engine\.kernels triton with engine\.device cuda .* are native \(auto: "),
         ({"quantization": "w8a8", "kernels": "cpu"}, r"w8a8 needs .* triton .* here they are cpu \(user\)"),
         ({"quantization": "awq"}, r"model\.quantization awq: the checkpoint is not stored so; use none, int8 or fp8"),
         ({"quantization": "int3"}, r"model\.quantization must be auto, none or int8 or .*, got 'int3'"),
