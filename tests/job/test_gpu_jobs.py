@@ -82,6 +82,17 @@ def test_a_job_on_the_cpu_is_what_it_was(job):
         assert "gpu" not in found.facts
 
 
+def test_a_manifest_of_a_version_without_the_newer_keys_is_gone_on_with(job):
+    first = freeze_job(job(H200))
+    data = json.loads(first.layout.manifest.read_bytes())
+    for key in ("cuda_graphs", "gpu_memory_utilization"):
+        del data["spec"]["engine"][key]
+    first.layout.manifest.write_text(json.dumps(data))
+    old = load_manifest(first.layout)
+    assert (old.fingerprint, old.engine_config) == (data["fingerprint"], first.engine_config)
+    assert freeze_job(job(H200)).fingerprint == data["fingerprint"]
+
+
 def test_gpus_are_looked_at_for_jobs_on_them_alone(job, shop, model, monkeypatch):
     def look():
         raise AssertionError("nobody asked")
