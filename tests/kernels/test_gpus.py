@@ -105,7 +105,7 @@ def test_an_nvidia_smi_that_hangs_half_way(path: Path, monkeypatch: pytest.Monke
     os.mkfifo(path / "pipe")
     monkeypatch.chdir(path)
     monkeypatch.setattr(gpus, "_TIMEOUT_S", 1.0)
-    with pytest.raises(NoGpu, match="nvidia-smi can't be asked for GPUs: .*timed out"):
+    with pytest.raises(NoGpu, match=r"nvidia-smi can't be asked for GPUs: .*timed out"):
         find()
 
 

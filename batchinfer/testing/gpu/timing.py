@@ -76,8 +76,8 @@ class Rates:
         return f"copies {self.copy_bytes_s / 1e9:.0f} GB/s, read and written; products {product}"
 
     def floor_s(self, num_bytes: float, operations: float = 0.0, speed: float = 1.0) -> float:
-        """What so many bytes and operations take at the rate of a copy, and at `speed` times that of a product. Bytes that
-        are only read may take a little less: memory turns round less often."""
+        """What so many bytes and operations take at the rate of a copy, and at `speed` times that of a product. Bytes
+        that are only read may take a little less: memory turns round less often."""
         return max(num_bytes / self.copy_bytes_s, operations / (speed * self.product_ops_s))
 
 

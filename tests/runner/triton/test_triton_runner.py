@@ -220,7 +220,7 @@ def test_kv_blocks_get_what_the_largest_step_leaves(make_runner: Callable[..., L
     assert (found.value, found.source) == (3 * 7, "auto: max_num_seqs sequences of max_model_len tokens")
     driver = StepDriver(runner)
     assert len(driver.generate([driver.add([5, 6, 7])], 4)[0]) == 4
-    with pytest.raises(ConfigError, match="that the largest step leaves of engine.gpu_memory_utilization"):
+    with pytest.raises(ConfigError, match=r"that the largest step leaves of engine\.gpu_memory_utilization"):
         make_runner("llama", SMALL, gpu_memory_utilization=1e-6, **sizes)
 
 
