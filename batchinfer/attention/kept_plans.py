@@ -116,6 +116,7 @@ class KeptPlans:
             num_entries=self._num_entries,
             split_size=self._shape.split_size,
             window=self._shape.window,
+            more=(),
             partial=self._partial,
             log_sums=self._log_sums,
         )

@@ -303,6 +303,7 @@ def plan_step(
             num_entries=found.num_entries,
             split_size=shape.split_size,
             window=shape.window,
+            more=(),
             **{name: tensors[f"{nth}.{name}"] for name in found.shared if name not in _OF_STEP},
             **of_step,
         )
