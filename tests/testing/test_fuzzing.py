@@ -65,6 +65,29 @@ def jsonl_case(*lines: bytes, **more: Any) -> Case:
     )
 
 
+def test_integers_beside_decimals_of_another_file_keep_their_values(tmp_path: Path) -> None:
+    files: dict[str, bytes] = {}
+    for number, column in enumerate((pa.array([0, 7], pa.uint64()), pa.array([1, 2], pa.decimal128(9, 2)))):
+        out = io.BytesIO()
+        pq.write_table(pa.table({"prompt": PROMPTS[:2], "x": column}), out)
+        files[f"in/rows-{number}.parquet"] = out.getvalue()
+
+    def verdict(name: str, carried: str) -> Any:
+        case = Case(
+            kind="parquet",
+            what="a test",
+            job=job_text(input={"prompt": "{prompt}"}),
+            files=files,
+            rows={"rows-0.parquet": 2, "rows-1.parquet": 2},
+            completions={},
+            carried={"rows-0.parquet": {1: {"x": carried}}},
+        )
+        return try_case(case, tmp_path / name)
+
+    assert verdict("as it was", "7").ok
+    assert "column 'x' was 8, and is 7.00" in verdict("another", "8").detail
+
+
 def test_other_exceptions_lost_neighbours_and_wrong_bytes_are_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

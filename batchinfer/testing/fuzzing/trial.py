@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -239,12 +240,21 @@ def _judge_carried(table: pa.Table, start: int, carried: Mapping[int, Mapping[st
                 found = text_of(table[column][row - start])
                 if found == "None" and pa.types.is_floating(table[column].type) and _beyond_floats(wanted):
                     continue  # an integer, and floats in another file: the log tells of it
+                if pa.types.is_decimal(table[column].type) and _same_number(found, wanted):
+                    continue  # an integer, and decimals in another file
                 if found not in (wanted, f"{wanted}.0"):
                     raise _Fault(f"row {row}: column {column!r} was {wanted[:200]}, and is {found[:200]}")
 
 
 def _beyond_floats(text: str) -> bool:
     return text.lstrip("-").isdigit() and int(float(text)) != int(text)
+
+
+def _same_number(found: str, wanted: str) -> bool:
+    try:
+        return Decimal(found) == Decimal(wanted)
+    except InvalidOperation:
+        return False
 
 
 def text_of(value: pa.Scalar) -> str:
