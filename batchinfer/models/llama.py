@@ -1,5 +1,5 @@
-"""The llama family: Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3. Pre-norm decoder, grouped-query attention, RoPE,
-gated MLP.
+"""The llama family: Llama 2 and 3, SmolLM, Mistral, Mixtral, Qwen2, Qwen3 and their mixtures of experts. Pre-norm
+decoder, grouped-query attention, RoPE, gated MLP, or experts that are such.
 
 Modules' `forward` is called directly: the way through `nn.Module.__call__`, hundreds of times in a step, is a tenth of
 what Python takes of it.
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from batchinfer.attention.context import ForwardContext
 from batchinfer.attention.spec import AttentionSpec
-from batchinfer.layers import LayerMaker, Rope
+from batchinfer.layers import GatedMLP, LayerMaker, Rope, SparseMLP
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.modelfiles.llama_config import LlamaConfig
 from batchinfer.models.base import BuildOptions, ModelFacts
+from batchinfer.models.expert_rules import expert_rules, mlp_rules
 from batchinfer.weights import Ignore, Rule, equal_values, stored_parts
 
 _log = logging.getLogger(__name__)
@@ -75,26 +76,20 @@ class Attention(nn.Module):
         return Turning(cos=cos, sin=sin, q_weight=self.q_norm.weight, k_weight=self.k_norm.weight, eps=self.q_norm.eps)
 
 
-class MLP(nn.Module):
-    def __init__(self, layer: int, config: LlamaConfig, make: LayerMaker) -> None:
-        super().__init__()
-        inner = config.intermediate_size
-        parts, at = {"gate": inner, "up": inner}, f"layers.{layer}.mlp"
-        self.gate_up = make.linear(config.hidden_size, parts, bias=config.mlp_bias, gated=True, name=f"{at}.gate_up")
-        self.down = make.linear(inner, {"": config.hidden_size}, bias=config.mlp_bias, name=f"{at}.down")
-
-    def forward(self, x: Any, residual: Tensor) -> Tensor:
-        """residual + MLP of x."""
-        return self.down.forward(self.gate_up.gated(x, self.down), residual)
-
-
 class DecoderLayer(nn.Module):
     def __init__(self, layer: int, config: LlamaConfig, make: LayerMaker) -> None:
         super().__init__()
+        hidden_size, inner, experts = config.hidden_size, config.intermediate_size, config.experts[layer]
         self.attn = Attention(layer, config, make)
-        self.mlp = MLP(layer, config, make)
-        self.input_norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.attn.qkv)
-        self.post_norm = make.norm(config.hidden_size, config.rms_norm_eps, feeds=self.mlp.gate_up)
+        self.mlp: GatedMLP | SparseMLP
+        feeds, at = None, f"layers.{layer}.mlp"
+        if experts is None:
+            self.mlp = GatedMLP(hidden_size, inner, make, name=at, bias=config.mlp_bias)
+            feeds = self.mlp.gate_up
+        else:
+            self.mlp = SparseMLP(experts, hidden_size, make, name=at)
+        self.input_norm = make.norm(hidden_size, config.rms_norm_eps, feeds=self.attn.qkv)
+        self.post_norm = make.norm(hidden_size, config.rms_norm_eps, feeds=feeds)
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext, wanted: Tensor | None = None
@@ -104,8 +99,11 @@ class DecoderLayer(nn.Module):
         return self.mlp.forward(self.post_norm.forward(hidden), hidden)
 
     def in_c(self) -> DecoderWeights | None:
-        """As `NativeDecoder` takes it; None where weights are not packed for it, or heads have norms of their own."""
+        """As `NativeDecoder` takes it; None where weights are not packed for it, heads have norms of their own, or
+        there are experts."""
         attn, mlp = self.attn, self.mlp
+        if isinstance(mlp, SparseMLP):
+            return None
         qkv, o, gate_up, down = (x.weights.in_c() for x in (attn.qkv, attn.o, mlp.gate_up, mlp.down))
         if qkv is None or o is None or gate_up is None or down is None or attn.q_norm is not None:
             return None
@@ -201,11 +199,11 @@ class LlamaForCausalLM(nn.Module):
         """Names of the stored tensors, by kind of file ("hf" or "gguf")."""
         if kind == "gguf":
             return _gguf_rules(self.config, permuted=self.facts.architecture == "LlamaForCausalLM"), GGUF_IGNORES
-        ignores = HF_IGNORES
+        rules, ignores = _hf_rules(self.facts.architecture), HF_IGNORES
         if self.config.tie_word_embeddings:
             ignores += (Ignore(stored="lm_head.weight", reason="tied to the embedding"),)
-            return tuple(rule for rule in HF_RULES if rule.parameter != _HEAD), ignores
-        return HF_RULES, ignores
+            rules = tuple(rule for rule in rules if rule.parameter != _HEAD)
+        return rules, ignores
 
 
 _HF_LAYER, _OUR_LAYER, _HEAD = "model.layers.{i}.", "layers.{i}.", "lm_head.{kind}"
@@ -225,22 +223,24 @@ HF_RULES: tuple[Rule, ...] = (
     ),
     Rule(stored=_HF_LAYER + "self_attn.o_proj.{kind}", parameter=_OUR_LAYER + "attn.o.{kind}"),
     Rule(stored=_HF_LAYER + "self_attn.{p}_norm.weight", parameter=_OUR_LAYER + "attn.{p}_norm.weight"),
-    *(
-        Rule(
-            stored=f"{_HF_LAYER}mlp.{part}_proj.{{kind}}",
-            parameter=f"{_OUR_LAYER}mlp.gate_up.{{kind}}",
-            part=part,
-        )
-        for part in ("gate", "up")
-    ),
-    Rule(stored=_HF_LAYER + "mlp.down_proj.{kind}", parameter=_OUR_LAYER + "mlp.down.{kind}"),
+    *mlp_rules(_HF_LAYER + "mlp.", _OUR_LAYER + "mlp."),
 )
+MIXTRAL_RULES = expert_rules(
+    _HF_LAYER + "block_sparse_moe.", _OUR_LAYER + "mlp.", names={"gate": "w1", "up": "w3", "down": "w2"}
+)
+QWEN_MOE_RULES = expert_rules(_HF_LAYER + "mlp.", _OUR_LAYER + "mlp.", shared="shared_expert")
 HF_IGNORES: tuple[Ignore, ...] = (
     Ignore(stored=_HF_LAYER + "self_attn.rotary_emb.inv_freq", reason="computed from the config"),
 )
 GGUF_IGNORES: tuple[Ignore, ...] = (
     Ignore(stored="rope_freqs.weight", reason="read as RoPE frequency factors when the file was opened"),
 )
+
+
+def _hf_rules(architecture: str) -> tuple[Rule, ...]:
+    if architecture == "MixtralForCausalLM":
+        return HF_RULES + MIXTRAL_RULES
+    return HF_RULES + QWEN_MOE_RULES if architecture.startswith("Qwen") else HF_RULES
 
 
 def _gguf_rules(config: LlamaConfig, *, permuted: bool) -> tuple[Rule, ...]:
@@ -309,7 +309,7 @@ def build(architecture: str, files: ModelFiles, options: BuildOptions) -> LlamaF
     )
     layers = options.layers
     if layers.scheme.stored_types:
-        layers = replace(layers, stored=stored_parts(files.tensors, HF_RULES))
+        layers = replace(layers, stored=stored_parts(files.tensors, _hf_rules(architecture)))
     return LlamaForCausalLM(config, facts, layers)
 
 

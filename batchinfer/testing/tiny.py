@@ -53,6 +53,7 @@ _QWEN3: dict[str, Any] = {
     "attention_bias": False,
     "use_sliding_window": False,
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -81,6 +82,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-untied": _QWEN2,
     "qwen3": _QWEN3,
     "qwen3-tied": {**_QWEN3, "tie_word_embeddings": True},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "qwen2-moe": {
+        **_EXPERTS,
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 80,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+    },
+    "qwen3-moe": {
+        **_QWEN3,
+        **_EXPERTS,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -146,8 +172,9 @@ def tensor_draws(config: Mapping[str, Any]) -> dict[str, Draw]:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     kind = config["model_type"]
-    qkv_bias = kind == "qwen2" or bool(config.get("attention_bias"))
-    o_bias = kind != "qwen2" and bool(config.get("attention_bias"))
+    always_bias = kind in ("qwen2", "qwen2_moe")
+    qkv_bias = always_bias or bool(config.get("attention_bias"))
+    o_bias = not always_bias and bool(config.get("attention_bias"))
 
     def normal(*shape: int, std: float, mean: float = 0.0) -> Draw:
         return Draw(shape, std, mean)
@@ -159,6 +186,14 @@ def tensor_draws(config: Mapping[str, Any]) -> dict[str, Draw]:
         if bias:
             tensors[f"{name}.bias"] = normal(out_features, std=0.3)
 
+    def mlp(at: str, inner: int, bias: bool = False) -> None:
+        linear(f"{at}.gate_proj", inner, hidden, bias)
+        linear(f"{at}.up_proj", inner, hidden, bias)
+        linear(f"{at}.down_proj", hidden, inner, bias)
+
+    def router(rows: int) -> Draw:
+        return normal(rows, hidden, std=2 * hidden**-0.5)
+
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}"
         tensors[f"{at}.input_layernorm.weight"] = normal(hidden, std=0.1, mean=1.0)
@@ -166,18 +201,36 @@ def tensor_draws(config: Mapping[str, Any]) -> dict[str, Draw]:
         linear(f"{at}.self_attn.k_proj", kv_heads * head_dim, hidden, qkv_bias)
         linear(f"{at}.self_attn.v_proj", kv_heads * head_dim, hidden, qkv_bias)
         linear(f"{at}.self_attn.o_proj", hidden, heads * head_dim, o_bias)
-        if kind == "qwen3":
+        if kind in ("qwen3", "qwen3_moe"):
             tensors[f"{at}.self_attn.q_norm.weight"] = normal(head_dim, std=0.1, mean=1.0)
             tensors[f"{at}.self_attn.k_norm.weight"] = normal(head_dim, std=0.1, mean=1.0)
         tensors[f"{at}.post_attention_layernorm.weight"] = normal(hidden, std=0.1, mean=1.0)
-        mlp_bias = bool(config.get("mlp_bias"))
-        linear(f"{at}.mlp.gate_proj", inner, hidden, mlp_bias)
-        linear(f"{at}.mlp.up_proj", inner, hidden, mlp_bias)
-        linear(f"{at}.mlp.down_proj", hidden, inner, mlp_bias)
+        if kind == "mixtral":
+            at += ".block_sparse_moe"
+            tensors[f"{at}.gate.weight"] = router(config["num_local_experts"])
+            for expert in range(config["num_local_experts"]):
+                for name, sizes in {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}.items():
+                    linear(f"{at}.experts.{expert}.{name}", *sizes, False)
+        elif _is_sparse(config, i):
+            tensors[f"{at}.mlp.gate.weight"] = router(config["num_experts"])
+            for expert in range(config["num_experts"]):
+                mlp(f"{at}.mlp.experts.{expert}", config["moe_intermediate_size"])
+            if kind == "qwen2_moe":
+                mlp(f"{at}.mlp.shared_expert", config["shared_expert_intermediate_size"])
+                tensors[f"{at}.mlp.shared_expert_gate.weight"] = router(1)
+        else:
+            mlp(f"{at}.mlp", inner, bool(config.get("mlp_bias")))
     tensors["model.norm.weight"] = normal(hidden, std=0.1, mean=1.0)
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = normal(config["vocab_size"], hidden, std=0.3)
     return tensors
+
+
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    """Of Qwen's mixtures of experts."""
+    if "moe_intermediate_size" not in config:
+        return False
+    return (layer + 1) % config.get("decoder_sparse_step", 1) == 0 and layer not in config.get("mlp_only_layers", [])
 
 
 def byte_symbols() -> list[str]:

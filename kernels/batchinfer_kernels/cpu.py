@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer_kernels import kv8, reference
+from batchinfer_kernels import experts, kv8, reference
 from batchinfer_kernels.probe import RowRule, product
 
 # A product whose output is wider than this (a language model's head) runs in tiles of this many columns: the rate
@@ -103,6 +103,26 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """`reference.silu_and_mul`."""
     half = gate_up.shape[-1] // 2
     return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
+
+
+def mix(x: Tensor, weights: Tensor, ids: Tensor, expert: experts.Expert, residual: Tensor) -> Tensor:
+    """`experts.mix`, where all experts are there: one call for each, of its rows in ascending order."""
+    num_slots, top = ids.numel(), ids.shape[1]
+    counts = torch.bincount(ids.flatten()).tolist()
+    order = ids.flatten().sort(stable=True).indices
+    rows = x.index_select(0, order.div(top, rounding_mode="floor"))
+    y = residual.new_empty(num_slots, residual.shape[1])
+    start = 0
+    for i, count in enumerate(counts):
+        if count:
+            y[order[start : start + count]] = expert(i, rows[start : start + count])
+            start += count
+    by_token = torch.unflatten(y, 0, ids.shape)
+    # Two operations for each term: fused ones round otherwise where a tensor ends.
+    total = by_token[:, 0] * weights[:, :1]
+    for j in range(1, top):
+        total += by_token[:, j] * weights[:, j : j + 1]
+    return total.add_(residual).to(residual.dtype)
 
 
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, fresh_blocks: Tensor) -> None:
@@ -195,3 +215,6 @@ def merge_tiles(out: Tensor, lse: Tensor, sources: list[tuple[Tensor | None, Ten
         term = out.index_select(0, at) * more[:, None]
         total.index_copy_(0, rows, total.index_select(0, rows) + term)
     return total.div_(weight[:, None])
+
+
+EXPERTS = experts.ExpertOps(softmax_top_k=experts.softmax_top_k, sigmoid_top_k=experts.sigmoid_top_k, mix=mix)

@@ -1,5 +1,5 @@
 """Layers of experts, of which each token takes a few: routers, the order in which tokens are multiplied, products and
-their sum: the specification, in plain torch.
+their sum: what the kernel table has of them, and the specification in plain torch.
 
 Legend: T tokens, k experts of a token, A = T k assignments (assignment t k + j is token t's j-th expert), E experts,
 K inputs, N output features, H hidden. Expert ids below zero are no assignment: of padding, or of another machine.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,45 @@ class Aligned:
     experts: Tensor
     size: int
     num_slots: int
+
+
+class SoftmaxTopK(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        k: int,
+        *,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        renormalize: bool,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class SigmoidTopK(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        bias: Tensor,
+        k: int,
+        *,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        renormalize: bool,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+Expert = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertOps:
+    """One implementation. Routers are `softmax_top_k` and `sigmoid_top_k`, `mix` is that."""
+
+    softmax_top_k: SoftmaxTopK
+    sigmoid_top_k: SigmoidTopK
+    mix: Callable[[Tensor, Tensor, Tensor, Expert, Tensor], Tensor]
 
 
 def num_blocks(num_slots: int, num_experts: int, size: int) -> int:
@@ -56,15 +96,30 @@ def align(ids: Tensor, num_experts: int, size: int) -> Aligned:
     )
 
 
-def softmax_top_k(logits: Tensor, k: int, *, renormalize: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def softmax_top_k(
+    logits: Tensor,
+    k: int,
+    *,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """(weights float32 [T, k], ids int32 [T, k]) of each token's k largest of logits [T, E], in descending order, of
     equal ones the lowest first.
 
     Weights are the softmax over all experts; with `renormalize` divided by their sum, which makes them the softmax over
     the k; then times `scale`. A token with a logit that is NaN has weights of NaN, and ids that exist.
+
+    Experts come in `num_groups` of equal size; only those of the `top_groups` groups count whose best is largest
+    (DeepSeek-V2, arXiv:2405.04434, section 2.2).
     """
     every = torch.softmax(_wide(logits), dim=-1)
-    ids = _largest(_wide(logits), k)
+    choice = _sound(_wide(logits))
+    if top_groups < num_groups:
+        grouped = torch.unflatten(choice, -1, (num_groups, -1))
+        choice = _limited(grouped, grouped.amax(-1), top_groups)
+    ids = _largest(choice, k)
     weights = every.gather(1, ids)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -87,20 +142,22 @@ def sigmoid_top_k(
     Experts come in `num_groups` of equal size; only those of the `top_groups` groups count whose two best add up to
     most.
     """
-    every = torch.sigmoid(_wide(logits)).masked_fill(logits.isnan().any(-1, keepdim=True), torch.nan)
-    choice = every + bias.to(every.dtype)
+    every = sigmoid(_wide(logits)).masked_fill(logits.isnan().any(-1, keepdim=True), torch.nan)
+    choice = _sound(every + bias.to(every.dtype))
     if top_groups < num_groups:
-        grouped = torch.unflatten(_sound(choice), -1, (num_groups, -1))
-        kept = _largest(grouped.topk(2).values.sum(-1), top_groups)
-        mask = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
-        choice = _sound(choice).masked_fill(mask.repeat_interleave(grouped.shape[-1], dim=1), -torch.inf)
-        ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    else:
-        ids = _largest(choice, k)
+        grouped = torch.unflatten(choice, -1, (num_groups, -1))
+        choice = _limited(grouped, grouped.topk(2).values.sum(-1), top_groups)
+    ids = _largest(choice, k)
     weights = every.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST)
     return weights * scale, ids.to(torch.int32)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)). torch's own computes the last elements of a tensor in another way than the others, so that it
+    would depend on the number of rows; a softmax of two is the same everywhere."""
+    return torch.softmax(torch.stack((x, torch.zeros_like(x)), dim=-1), dim=-1)[..., 0]
 
 
 def linear(ids: Tensor, product: Callable[[Tensor, int], Tensor], out: Tensor, *, per_slot: bool) -> Tensor:
@@ -129,9 +186,26 @@ def combine(y: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = N
     return total.to(y.dtype)
 
 
+def mix(x: Tensor, weights: Tensor, ids: Tensor, expert: Expert, residual: Tensor) -> Tensor:
+    """residual [T, H] + the sum of each token's experts, times weights [T, k]: `linear` and `combine`.
+
+    expert(i, rows) is what the i-th makes of rows [n, K] of x [T, K]: [n, H]. `residual` may be overwritten.
+    """
+    out = residual.new_empty(ids.numel(), residual.shape[1])
+    y = linear(ids, lambda rows, i: expert(i, x[rows]), out, per_slot=False)
+    return combine(y, weights, ids, residual)
+
+
+def _limited(grouped: Tensor, of_groups: Tensor, top_groups: int) -> Tensor:
+    """Scores [T, groups, size] as [T, E], with -inf for those outside the groups whose scores [T, groups] are
+    largest."""
+    left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, _largest(of_groups, top_groups), False)
+    return grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1)
+
+
 def _largest(scores: Tensor, k: int) -> Tensor:
-    """int64 [T, k]: the largest of scores [T, E], in descending order, of equal ones the lowest first."""
-    return _sound(scores).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    """int64 [T, k]: the largest of sound scores [T, E], in descending order, of equal ones the lowest first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def _sound(scores: Tensor) -> Tensor:
@@ -141,3 +215,6 @@ def _sound(scores: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+REFERENCE = ExpertOps(softmax_top_k=softmax_top_k, sigmoid_top_k=sigmoid_top_k, mix=mix)

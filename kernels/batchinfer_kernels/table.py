@@ -1,8 +1,8 @@
 """The table of operations: their names and signatures, and the choice of an implementation.
 
 Resolved once when a model is built (`resolve`), never per call. What each operation computes is said, with shapes,
-in `reference`, `int8` and `formats`; how products are made independent of the batch in `probe`. A new backend is one
-module beside `cpu` and one branch here.
+in `reference`, `int8`, `formats` and `experts`; how products are made independent of the batch in `probe`. A new
+backend is one module beside `cpu` and one branch here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchinfer_kernels import cpu, formats, reference, triton_outlook
+from batchinfer_kernels import cpu, experts, formats, reference, triton_outlook
+from batchinfer_kernels.experts import ExpertOps
 from batchinfer_kernels.formats import FormatOps
 from batchinfer_kernels.int8 import Int8Ops, ReferenceInt8
 from batchinfer_kernels.native import library, rope
@@ -46,6 +47,7 @@ class Ops:
     row_rule  how `linear`, and attention's own products, keep independent of the number of rows
     decoder   all of a model's int8 layers in one call, with the bytes that the operations one by one would give; None
               where there is no such thing
+    experts   routers and sums of layers of experts
     formats   of weights in GPUs' formats; None where there are no products with such
     turns     whether attention of this backend norms heads and rotates them itself, told by a `turning.Turning`
     sampling  how tokens are chosen where the logits lie; None where the host chooses them
@@ -63,6 +65,7 @@ class Ops:
     kv_write: KVWrite
     int8: Int8Ops
     decoder: type[NativeDecoder] | None
+    experts: ExpertOps
     formats: FormatOps | None = None
     turns: bool = False
     sampling: SamplingOps | None = None
@@ -100,6 +103,7 @@ def resolve(
             kv_write=reference.kv_write,
             int8=ReferenceInt8(rows),
             decoder=None,
+            experts=experts.REFERENCE,
             formats=formats.REFERENCE,
         )
     if backend == "triton":
@@ -123,4 +127,5 @@ def resolve(
         kv_write=cpu.kv_write,
         int8=NativeInt8() if backend == "native" else ReferenceInt8(rows),
         decoder=NativeDecoder if backend == "native" else None,
+        experts=cpu.EXPERTS,
     )

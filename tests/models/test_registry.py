@@ -34,7 +34,10 @@ def refused(path: Path, *words: str, error: type[Exception] = ModelError, **opti
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            ["GPT2LMHeadModel is not supported", "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"],
+            [
+                "GPT2LMHeadModel is not supported",
+                "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM",
+            ],
         ),
         ({"architectures": None}, ["architecture none (model_type 'llama')"]),
         ({"architectures": "LlamaForCausalLM"}, ["must be a list"]),
@@ -70,7 +73,7 @@ def test_refused_by_name(tmp_path: Path, config: dict[str, Any], words: list[str
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
         "GptOssForCausalLM",
-        "MixtralForCausalLM",
+        "Qwen3NextForCausalLM",
         "LlamaForSequenceClassification",
     ],
 )

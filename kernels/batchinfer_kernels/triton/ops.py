@@ -11,13 +11,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer_kernels import reference
+from batchinfer_kernels import cpu, reference
+from batchinfer_kernels.experts import ExpertOps
 from batchinfer_kernels.formats import FormatOps, Quantized
 from batchinfer_kernels.int8 import ReferenceInt8
 from batchinfer_kernels.probe import STRICT
 from batchinfer_kernels.sampling import SamplingOps
 from batchinfer_kernels.table import Ops
-from batchinfer_kernels.triton import lm_head, sampling
+from batchinfer_kernels.triton import lm_head, routing, sampling
 from batchinfer_kernels.triton.activations import activation, activation_quantized
 from batchinfer_kernels.triton.linear import linear
 from batchinfer_kernels.triton.linear_fp8 import linear_fp8
@@ -46,6 +47,11 @@ def make_ops(device: torch.device, *, deterministic: bool) -> Ops:
         kv_write=reference.kv_write,
         int8=ReferenceInt8(STRICT),
         decoder=None,
+        experts=ExpertOps(
+            softmax_top_k=routing.softmax_top_k,
+            sigmoid_top_k=routing.sigmoid_top_k,
+            mix=cpu.mix,
+        ),
         formats=FormatOps(
             quantize=quantize,
             rms_norm=rms_norm_quantized,

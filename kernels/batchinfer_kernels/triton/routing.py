@@ -62,36 +62,62 @@ def _choose(
 
 
 @triton.jit
+def _limit(
+    grouped,  # float32 [GROUPS_BLOCK, SIZE_BLOCK], of which groups
+    scores,  # float32 [GROUPS_BLOCK] are largest
+    TOP_GROUPS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keys [BLOCK], -inf outside the best groups."""
+    group_at = tl.arange(0, GROUPS_BLOCK)
+    kept = tl.zeros((GROUPS_BLOCK,), tl.int32)
+    for _ in range(TOP_GROUPS):
+        taken = group_at == tl.argmax(scores, 0)
+        kept = tl.where(taken, 1, kept)
+        scores = tl.where(taken, float("-inf"), scores)
+    return tl.reshape(tl.where(kept[:, None] > 0, grouped, float("-inf")), (BLOCK,))
+
+
+@triton.jit
 def _softmax_top_k(
     logits_ptr,  # [T, E]
     weight_ptr,  # float32 [T, TOP]
     id_ptr,  # int32 [T, TOP]
-    num_experts,
+    num_groups,
+    size,  # experts in a group
     scale,
+    TOP_GROUPS: tl.constexpr,  # 0: groups do not count
     RENORMALIZE: tl.constexpr,
     TOP: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
 ):
+    BLOCK: tl.constexpr = GROUPS_BLOCK * SIZE_BLOCK
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    there = at < num_experts
-    logits = tl.load(logits_ptr + row * num_experts + at, mask=there, other=float("-inf")).to(tl.float32)
+    there = (at // SIZE_BLOCK < num_groups) & (at % SIZE_BLOCK < size)
+    expert = at // SIZE_BLOCK * size + at % SIZE_BLOCK
+    logits = tl.load(logits_ptr + row * num_groups * size + expert, mask=there, other=float("-inf")).to(tl.float32)
     keys = _sound(logits, there)
     values = tl.exp2((logits - tl.max(keys, 0)) * 1.4426950408889634)
     values = values / tl.sum(values)  # all NaN if one is
+    if TOP_GROUPS > 0:
+        grouped = tl.reshape(keys, (GROUPS_BLOCK, SIZE_BLOCK))
+        keys = _limit(grouped, tl.max(grouped, 1), TOP_GROUPS, GROUPS_BLOCK, BLOCK)
     _choose(
         keys,
         values,
         weight_ptr + row * TOP,
         id_ptr + row * TOP,
-        BLOCK,
+        size,
         scale,
         0.0,
         RENORMALIZE,
         TOP,
         TOP_BLOCK,
-        BLOCK,
+        SIZE_BLOCK,
         BLOCK,
     )
 
@@ -127,14 +153,7 @@ def _sigmoid_top_k(
         grouped = tl.reshape(keys, (GROUPS_BLOCK, SIZE_BLOCK))
         best = tl.argmax(grouped, 1)
         others = tl.where(tl.arange(0, SIZE_BLOCK)[None, :] == best[:, None], float("-inf"), grouped)
-        scores = tl.max(grouped, 1) + tl.max(others, 1)
-        group_at = tl.arange(0, GROUPS_BLOCK)
-        kept = tl.zeros((GROUPS_BLOCK,), tl.int32)
-        for _ in range(TOP_GROUPS):
-            taken = group_at == tl.argmax(scores, 0)
-            kept = tl.where(taken, 1, kept)
-            scores = tl.where(taken, float("-inf"), scores)
-        keys = tl.reshape(tl.where(kept[:, None] > 0, grouped, float("-inf")), (BLOCK,))
+        keys = _limit(grouped, tl.max(grouped, 1) + tl.max(others, 1), TOP_GROUPS, GROUPS_BLOCK, BLOCK)
     _choose(
         keys,
         values,
@@ -151,22 +170,32 @@ def _sigmoid_top_k(
     )
 
 
-def softmax_top_k(logits: Tensor, k: int, *, renormalize: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def softmax_top_k(
+    logits: Tensor,
+    k: int,
+    *,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """`experts.softmax_top_k` of logits [T, E], contiguous."""
-    num_rows, num_experts = logits.shape
-    assert logits.is_contiguous() and 0 < k <= num_experts
-    weights, ids = _chosen(num_rows, k, logits.device)
-    if num_rows:
-        _softmax_top_k[(num_rows,)](
+    size, limited = _groups(logits, k, num_groups, top_groups)
+    weights, ids = _chosen(len(logits), k, logits.device)
+    if len(logits):
+        _softmax_top_k[(len(logits),)](
             logits,
             weights,
             ids,
-            num_experts,
+            num_groups if limited else 1,
+            size,
             scale,
+            top_groups if limited else 0,
             renormalize,
             k,
             triton.next_power_of_2(k),
-            triton.next_power_of_2(num_experts),
+            triton.next_power_of_2(num_groups if limited else 1),
+            triton.next_power_of_2(size),
             **config("router", ROUTER_DEFAULTS, logits.device),
         )
     return weights, ids
@@ -183,20 +212,17 @@ def sigmoid_top_k(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`experts.sigmoid_top_k` of logits [T, E], contiguous, and bias float32 [E]."""
-    num_rows, num_experts = logits.shape
-    size = num_experts // num_groups
-    assert logits.is_contiguous() and bias.shape == (num_experts,) and bias.dtype == torch.float32
-    assert size * num_groups == num_experts and 0 < k <= size * top_groups
-    limited = top_groups < num_groups
+    size, limited = _groups(logits, k, num_groups, top_groups)
+    assert bias.shape == logits.shape[1:] and bias.dtype == torch.float32
     assert size > 1 or not limited
-    weights, ids = _chosen(num_rows, k, logits.device)
-    if num_rows:
-        _sigmoid_top_k[(num_rows,)](
+    weights, ids = _chosen(len(logits), k, logits.device)
+    if len(logits):
+        _sigmoid_top_k[(len(logits),)](
             logits,
             bias,
             weights,
             ids,
-            num_groups,
+            num_groups if limited else 1,
             size,
             scale,
             experts.LEAST,
@@ -204,11 +230,20 @@ def sigmoid_top_k(
             renormalize,
             k,
             triton.next_power_of_2(k),
-            triton.next_power_of_2(num_groups),
+            triton.next_power_of_2(num_groups if limited else 1),
             triton.next_power_of_2(size),
             **config("router", ROUTER_DEFAULTS, logits.device),
         )
     return weights, ids
+
+
+def _groups(logits: Tensor, k: int, num_groups: int, top_groups: int) -> tuple[int, bool]:
+    """(experts in a group, whether groups count); all experts are one where they do not."""
+    num_experts = logits.shape[1]
+    size, left = divmod(num_experts, num_groups)
+    assert logits.is_contiguous() and not left and 0 < k <= size * top_groups
+    limited = top_groups < num_groups
+    return (size if limited else num_experts), limited
 
 
 def _chosen(num_rows: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -309,13 +344,27 @@ def _width(num_experts: int) -> int:
 
 def variants() -> Iterator[Variant]:
     chosen = {"weight_ptr": "*fp32", "id_ptr": "*i32"}
-    for num_experts, top in ((128, 8), (32, 4)):
+    for num_experts, top, groups in ((128, 8, 0), (32, 4, 0), (160, 6, 3)):
         yield Variant(
-            name=f"softmax_top_k.{num_experts}",
+            name=f"softmax_top_k.{num_experts}" + ".groups" * (groups > 0),
             kernel=_softmax_top_k,
-            signature={"logits_ptr": "*fp32", **chosen, "num_experts": "i32", "scale": "fp32"},
-            constants={"RENORMALIZE": True, "TOP": top, "TOP_BLOCK": top, "BLOCK": num_experts},
+            signature={
+                "logits_ptr": "*fp32",
+                **chosen,
+                "num_groups": "i32",
+                "size": "i32",
+                "scale": "fp32",
+            },
+            constants={
+                "TOP_GROUPS": groups,
+                "RENORMALIZE": True,
+                "TOP": top,
+                "TOP_BLOCK": triton.next_power_of_2(top),
+                "GROUPS_BLOCK": 8 if groups else 1,
+                "SIZE_BLOCK": 32 if groups else num_experts,
+            },
             configs=ROUTER_DEFAULTS,
+            unaligned=frozenset({"num_groups", "size"} if groups else {"num_groups"}),
             is_default=num_experts == 128,
         )
     for groups in (0, 4):

@@ -1,0 +1,116 @@
+"""A layer of experts: a router chooses a few gated MLPs for each token, and adds them up by their weights.
+
+What is computed is said in `batchinfer_kernels.experts`; what a config says of it in `modelfiles.experts_config`.
+"""
+
+from __future__ import annotations
+
+import torch
+from batchinfer_kernels import experts
+from torch import Tensor, nn
+
+from batchinfer.layers.maker import LayerMaker
+from batchinfer.layers.mlp import GatedMLP
+from batchinfer.modelfiles.experts_config import ExpertsConfig
+from batchinfer.weights import Part
+
+
+class Router(nn.Module):
+    """Which experts a token takes, and their weights. Its weight is of the model's dtype in every scheme.
+
+    weight  [E, H], or [E + 1, H] with the shared expert's gate as the last row
+    bias    float32 [E] of `correction_bias`; zeros without
+    """
+
+    def __init__(self, config: ExpertsConfig, hidden_size: int, make: LayerMaker) -> None:
+        super().__init__()
+        self.config, self.ops = config, make.ops
+        rows = config.num_experts + config.shared_gate
+        self.weight = _parameter(torch.empty(rows, hidden_size, dtype=make.dtype, device=make.device))
+        self.bias = _parameter(torch.zeros(config.num_experts, device=make.device))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(weights float32 [T, k], ids int32 [T, k], the shared expert's weight float32 [T, 1] where it has a gate) of
+        x [T, H]."""
+        config, table = self.config, self.ops.experts
+        logits = self.ops.logits(x, self.weight)
+        shared = None
+        if config.shared_gate:
+            logits, gate = logits.split_with_sizes((config.num_experts, 1), dim=1)
+            logits, shared = logits.contiguous(), experts.sigmoid(gate)
+        if config.scoring == "softmax":
+            weights, ids = table.softmax_top_k(
+                logits,
+                config.top_k,
+                num_groups=config.num_groups,
+                top_groups=config.top_groups,
+                renormalize=config.renormalize,
+                scale=config.scale,
+            )
+        else:
+            weights, ids = table.sigmoid_top_k(
+                logits,
+                self.bias,
+                config.top_k,
+                num_groups=config.num_groups,
+                top_groups=config.top_groups,
+                renormalize=config.renormalize,
+                scale=config.scale,
+            )
+        return weights, ids, shared
+
+    def parts(self) -> dict[Part, tuple[int, ...]]:
+        config, width = self.config, self.weight.shape[1]
+        shapes: dict[Part, tuple[int, ...]] = {("weight", ""): (config.num_experts, width)}
+        if config.shared_gate:
+            shapes["weight", "shared"] = (1, width)
+        if config.correction_bias:
+            shapes["bias", ""] = (config.num_experts,)
+        return shapes
+
+    def target(self, part: Part) -> Tensor:
+        parameter, name = part
+        if parameter == "bias":
+            return self.bias.data
+        split = self.config.num_experts
+        return self.weight.data[split:] if name == "shared" else self.weight.data[:split]
+
+    def loaded(self) -> None:
+        pass
+
+
+class SparseMLP(nn.Module):
+    """Experts, and perhaps a shared one, in the place of a `GatedMLP`. `name`: its name in the model.
+
+    Children, for rules of weights: `router`; `experts.N`, gated MLPs; `shared`, one as well (None without).
+    """
+
+    def __init__(self, config: ExpertsConfig, hidden_size: int, make: LayerMaker, *, name: str) -> None:
+        super().__init__()
+        self.ops = make.ops
+        self.router = Router(config, hidden_size, make)
+        self.experts = nn.ModuleList(
+            GatedMLP(hidden_size, config.intermediate_size, make, name=f"{name}.experts.{i}")
+            for i in range(config.num_experts)
+        )
+        self.shared: GatedMLP | None = None
+        if config.shared_size:
+            self.shared = GatedMLP(hidden_size, config.shared_size, make, name=f"{name}.shared")
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual [T, H], which may be overwritten, + each token's experts of x [T, H]."""
+        weights, ids, share = self.router.forward(x)
+        if self.shared is not None and share is None:
+            residual = self.shared.forward(x, residual)
+        elif self.shared is not None:
+            residual = residual + (self.shared.forward(x) * share).to(residual.dtype)
+        return self.ops.experts.mix(x, weights, ids, self._expert, residual)
+
+    def _expert(self, i: int, rows: Tensor) -> Tensor:
+        expert = self.experts[i]
+        assert isinstance(expert, GatedMLP)
+        return expert.forward(rows)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
