@@ -14,30 +14,34 @@ from batchinfer.layers.mlp import GatedMLP
 from batchinfer.modelfiles.experts_config import ExpertsConfig
 from batchinfer.weights import Part
 
+# A BLAS adds up products with so few outputs in other orders for few rows than for many, unless outputs are a multiple
+# of this.
+_MULTIPLE = 64
+
 
 class Router(nn.Module):
     """Which experts a token takes, and their weights. Its weight is of the model's dtype in every scheme.
 
-    weight  [E, H], or [E + 1, H] with the shared expert's gate as the last row
+    weight  [>= E, H]: a row for each expert, then the shared expert's gate where there is one, then zeros
     bias    float32 [E] of `correction_bias`; zeros without
     """
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, make: LayerMaker) -> None:
         super().__init__()
         self.config, self.ops = config, make.ops
-        rows = config.num_experts + config.shared_gate
-        self.weight = _parameter(torch.empty(rows, hidden_size, dtype=make.dtype, device=make.device))
+        rows = -(-(config.num_experts + config.shared_gate) // _MULTIPLE) * _MULTIPLE
+        self.weight = _parameter(torch.zeros(rows, hidden_size, dtype=make.dtype, device=make.device))
         self.bias = _parameter(torch.zeros(config.num_experts, device=make.device))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(weights float32 [T, k], ids int32 [T, k], the shared expert's weight float32 [T, 1] where it has a gate) of
         x [T, H]."""
         config, table = self.config, self.ops.experts
-        logits = self.ops.logits(x, self.weight)
+        every = self.ops.logits(x, self.weight)
+        logits = every[:, : config.num_experts].contiguous()
         shared = None
         if config.shared_gate:
-            logits, gate = logits.split_with_sizes((config.num_experts, 1), dim=1)
-            logits, shared = logits.contiguous(), experts.sigmoid(gate)
+            shared = experts.sigmoid(every[:, config.num_experts : config.num_experts + 1])
         if config.scoring == "softmax":
             weights, ids = table.softmax_top_k(
                 logits,
@@ -73,7 +77,7 @@ class Router(nn.Module):
         if parameter == "bias":
             return self.bias.data
         split = self.config.num_experts
-        return self.weight.data[split:] if name == "shared" else self.weight.data[:split]
+        return self.weight.data[split : split + 1] if name == "shared" else self.weight.data[:split]
 
     def loaded(self) -> None:
         pass
@@ -100,10 +104,11 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual [T, H], which may be overwritten, + each token's experts of x [T, H]."""
         weights, ids, share = self.router.forward(x)
-        if self.shared is not None and share is None:
-            residual = self.shared.forward(x, residual)
-        elif self.shared is not None:
-            residual = residual + (self.shared.forward(x) * share).to(residual.dtype)
+        if self.shared is not None:
+            if share is None:
+                residual = self.shared.forward(x, residual)
+            else:
+                residual = residual + (self.shared.forward(x) * share).to(residual.dtype)
         return self.ops.experts.mix(x, weights, ids, self._expert, residual)
 
     def _expert(self, i: int, rows: Tensor) -> Tensor:

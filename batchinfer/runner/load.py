@@ -297,12 +297,8 @@ def _probe(files: ModelFiles, config: EngineConfig, device: torch.device, dtype:
     group = max(1, heads // size("num_key_value_heads", heads))
     q_size = heads * head_dim
     shapes = [(2 * inner, hidden), (hidden, inner)] + [(hidden, q_size)] * (q_size != hidden)
-    num_experts = size("num_experts", size("num_local_experts", 0)) + (
-        "shared_expert_intermediate_size" in files.config
-    )
-    if num_experts:
-        expert = size("moe_intermediate_size", inner)
-        shapes += [(num_experts, hidden), (2 * expert, hidden), (hidden, expert)]
+    if expert := size("moe_intermediate_size", inner if "num_local_experts" in files.config else 0):
+        shapes += [(2 * expert, hidden), (hidden, expert), (64, hidden)]  # the last of routers
     tiles = partial(
         product_tiles,
         head_dim=head_dim,

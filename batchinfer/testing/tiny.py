@@ -230,7 +230,8 @@ def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
     """Of Qwen's mixtures of experts."""
     if "moe_intermediate_size" not in config:
         return False
-    return (layer + 1) % config.get("decoder_sparse_step", 1) == 0 and layer not in config.get("mlp_only_layers", [])
+    dense = config.get("mlp_only_layers") or []
+    return (layer + 1) % config.get("decoder_sparse_step", 1) == 0 and layer not in dense
 
 
 def byte_symbols() -> list[str]:

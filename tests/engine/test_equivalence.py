@@ -116,7 +116,7 @@ def test_fake_rows_do_not_depend_on_anything_else(
 # -------------------------------------------------------------------- tiny models
 
 MAX_MODEL_LEN = 96
-FAMILIES = ["llama", "qwen3", "smollm"]
+FAMILIES = ["llama", "qwen3", "smollm", "qwen2-moe"]
 # What differs between arithmetics; rows of one are compared with rows of the same.
 ARITHMETICS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},

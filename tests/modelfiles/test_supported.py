@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from batchinfer.errors import ModelError
 from batchinfer.job.resolve import resolve_job
 from batchinfer.job.spec import JobSpec
 from batchinfer.modelfiles import open_model
+from batchinfer.modelfiles.experts_config import ExpertsConfig
 from batchinfer.modelfiles.supported import ARCHITECTURES, check_supported
 from batchinfer.models.registry import ARCHITECTURES as BUILT
 from batchinfer.testing.tiny import FAMILIES, make_tiny
@@ -57,6 +59,15 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "architectures": (None, 0, "Qwen3ForCausalLM", [], [1], [[]], [{}], {}),
     "hidden_act": (0, "", "relu", []),
     "eos_token_id": ("2", [2, None], True, {}, 1.5),
+}
+# The same of experts.
+COUNT = (None, 0, -1, 1.5, *NO_NUMBER, 10**30)
+EXPERT_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), COUNT),
+    "shared_expert_intermediate_size": COUNT,
+    "decoder_sparse_step": (0, -1, 1.5, *NO_NUMBER),
+    "mlp_only_layers": (0, "1", True, ["1"], [True], [1.0], {}),
+    **dict.fromkeys(("norm_topk_prob", "qkv_bias", "use_sliding_window"), (0, 1, "false", [], {}, 1.0)),
 }
 SCALINGS: tuple[dict[str, Any], ...] = (
     *({"rope_type": "linear", "factor": value} for value in (0, -1, *NO_NUMBER)),
@@ -115,6 +126,45 @@ def test_a_field_of_another_type_is_refused_by_its_name(tmp_path: Path, key: str
         assert key in said and str(folder) in said, (value, said)
     (folder / "config.json").write_text(json.dumps(stored))
     check_supported(open_model(str(folder)))
+
+
+@pytest.mark.parametrize("key", EXPERT_FIELDS)
+def test_a_field_of_experts_of_another_type_is_refused_by_its_name(tmp_path: Path, key: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", "qwen2-moe")
+    stored = json.loads((folder / "config.json").read_text())
+    for value in EXPERT_FIELDS[key]:
+        said = refusal(folder, stored, {key: value})
+        assert key in said and str(folder) in said, (value, said)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts there are"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts there are"),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts"),
+        ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok"),
+        ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window .* not supported"),
+        ("qwen2-moe", {"use_sliding_window": True}, "use_sliding_window .* not supported"),
+    ],
+)
+def test_experts_that_can_not_be(tmp_path: Path, family: str, change: dict[str, Any], message: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", family)
+    said = refusal(folder, json.loads((folder / "config.json").read_text()), change)
+    assert re.search(message, said), said
+
+
+def test_groups_of_experts_that_can_not_be() -> None:
+    good = {"num_experts": 8, "top_k": 4, "intermediate_size": 16, "num_groups": 4, "top_groups": 2}
+    ExpertsConfig(**good)
+    for change, message in (
+        ({"num_groups": 3}, "do not make 3 groups"),
+        ({"top_groups": 5}, "topk_group 5"),
+        ({"top_groups": 1}, "no token could take 4"),
+        ({"scoring": "sigmoid", "num_groups": 8, "top_groups": 4}, "two best"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            ExpertsConfig(**{**good, **change})
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.5, 1e308])

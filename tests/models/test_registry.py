@@ -36,7 +36,7 @@ def refused(path: Path, *words: str, error: type[Exception] = ModelError, **opti
             {"architectures": ["GPT2LMHeadModel"]},
             [
                 "GPT2LMHeadModel is not supported",
-                "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM",
+                "LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM",
             ],
         ),
         ({"architectures": None}, ["architecture none (model_type 'llama')"]),
