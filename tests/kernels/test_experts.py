@@ -53,6 +53,14 @@ def test_only_the_best_groups_count() -> None:
     torch.testing.assert_close(weights, choice[:, [6, 0, 1]])
 
 
+def test_a_softmax_counts_the_groups_with_the_best_expert() -> None:
+    # The best of each: 0.4, 0.3, 0.2. Their sums would leave out the first.
+    shares = torch.tensor([[0.4, 0.01, 0.3, 0.05, 0.2, 0.04]], dtype=torch.float64)
+    weights, ids = experts.softmax_top_k(shares.log(), 3, num_groups=3, top_groups=2, renormalize=False, scale=2.0)
+    assert ids.tolist() == [[0, 2, 3]]
+    torch.testing.assert_close(weights, 2 * shares[:, [0, 2, 3]])
+
+
 @pytest.mark.parametrize("top_groups", [1, 2])
 def test_a_sick_token_has_experts_that_exist_and_no_weights(top_groups: int) -> None:
     logits = torch.zeros(3, 4)

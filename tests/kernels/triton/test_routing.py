@@ -17,14 +17,18 @@ def check_same(found: tuple[Tensor, Tensor], meant: tuple[Tensor, Tensor]) -> No
     torch.testing.assert_close(found[0], meant[0], rtol=rtol, atol=1e-7, equal_nan=True)
 
 
-@pytest.mark.parametrize("num_experts, k", [(1, 1), (5, 3), (64, 6), (128, 8)])
+@pytest.mark.parametrize(
+    "num_experts, k, num_groups, top_groups",
+    [(1, 1, 1, 1), (5, 3, 1, 1), (64, 6, 1, 1), (128, 8, 1, 1), (160, 6, 8, 3), (15, 4, 5, 2), (12, 2, 4, 4)],
+)
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_softmax_top_k(num_experts: int, k: int, renormalize: bool) -> None:
+def test_softmax_top_k(num_experts: int, k: int, num_groups: int, top_groups: int, renormalize: bool) -> None:
     torch.manual_seed(num_experts)
     logits = torch.randn(4, num_experts).round(decimals=1)  # so that some are equal
     logits[3] = 0
-    found = routing.softmax_top_k(logits, k, renormalize=renormalize, scale=1.5)
-    check_same(found, experts.softmax_top_k(logits, k, renormalize=renormalize, scale=1.5))
+    settings = {"num_groups": num_groups, "top_groups": top_groups, "renormalize": renormalize, "scale": 1.5}
+    found = routing.softmax_top_k(logits, k, **settings)
+    check_same(found, experts.softmax_top_k(logits, k, **settings))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +47,8 @@ def test_sigmoid_top_k(num_experts: int, k: int, num_groups: int, top_groups: in
 def test_a_sick_token_has_experts_that_exist_and_no_weights(top_groups: int) -> None:
     logits = torch.randn(4, 9)
     logits[1, 7], logits[2], logits[3, 0] = torch.nan, torch.nan, -torch.inf
-    check_same(routing.softmax_top_k(logits, 3, renormalize=True), experts.softmax_top_k(logits, 3, renormalize=True))
     settings = {"num_groups": 3, "top_groups": top_groups, "renormalize": True}
+    check_same(routing.softmax_top_k(logits, 3, **settings), experts.softmax_top_k(logits, 3, **settings))
     bias = torch.zeros(9)
     found = routing.sigmoid_top_k(logits, bias, 3, **settings)
     check_same(found, experts.sigmoid_top_k(logits, bias, 3, **settings))
