@@ -27,6 +27,7 @@ from batchinfer.quant.packed import Apart, Dequantized
 from batchinfer.quant.unquantized import PlainWeights
 from batchinfer.quant.w4 import W4Weights
 from batchinfer.testing.tiny import make_tiny
+from batchinfer.testing.tiny_gguf import make_tiny_gguf
 from batchinfer.testing.tiny_quantized import CONFIGS, quantize_folder
 from batchinfer.weights import WeightError, loading
 
@@ -196,6 +197,17 @@ def test_made_while_loading(tmp_path: Path, scheme: str, dtype: torch.dtype, mon
     product = w8.linear if scheme == "w8a8" else fp8.linear
     expected = product(codes, x_scales, kept["weight"], kept["scales"], layer.bias, residual, dtype=torch.float32)
     assert torch.equal(layer(x, residual.clone()), expected)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
+def test_made_while_loading_of_a_gguf_file(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose rows of q and k stand in another order: what the folder of the same weights gives."""
+    monkeypatch.setattr(loading, "PIECE_ELEMENTS", 700)
+    folder, file = make_tiny(tmp_path / "tiny"), make_tiny_gguf(tmp_path / "tiny.gguf")
+    expected = dict(loaded(folder, scheme, "reference").named_parameters())
+    found = dict(loaded(file, scheme, "reference", num_threads=2).named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key].float(), value.float()) for key, value in expected.items())
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:

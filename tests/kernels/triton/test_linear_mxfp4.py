@@ -56,3 +56,15 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     whole = linear_mxfp4(x, packed)
     for start, stop in ((0, 1), (63, 66), (149, 150)):
         assert torch.equal(whole[start:stop], linear_mxfp4(x[start:stop].contiguous(), packed))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # a weight of 0
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    torch.manual_seed(1)
+    packed = a_weight(9, 2)
+    x = torch.randn(4, 64, dtype=WIDE)
+    whole = linear_mxfp4(x, packed)
+    x[2, 7] = torch.inf
+    sick = linear_mxfp4(x, packed)
+    assert not sick[2].isfinite().any()
+    assert torch.equal(sick[[0, 1, 3]], whole[[0, 1, 3]])

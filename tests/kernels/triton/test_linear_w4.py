@@ -11,7 +11,7 @@ from batchinfer_kernels.triton.linear_w4 import linear_w4
 from torch import Tensor
 
 from tests.kernels.triton.accuracy import AsType, check_close
-from tests.kernels.triton.device import PRODUCTS, least_ulps
+from tests.kernels.triton.device import PRODUCTS, WIDE, least_ulps
 
 
 def a_weight(features: int, depth: int, group: int, dtype: torch.dtype, has_zeros: bool, turned: bool) -> w4.Packed:
@@ -67,3 +67,15 @@ def test_inputs_are_those_of_the_weights() -> None:
     packed = a_weight(8, 64, 32, torch.float16, has_zeros=False, turned=True)
     with pytest.raises(AssertionError, match="70"):
         linear_w4(torch.ones(2, 70).half(), packed)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # a weight of 0
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    torch.manual_seed(1)
+    packed = a_weight(9, 72, 32, WIDE, has_zeros=True, turned=True)
+    x = torch.randn(4, 72, dtype=WIDE)
+    whole = linear_w4(x, packed)
+    x[2, 7] = torch.inf
+    sick = linear_w4(x, packed)
+    assert not sick[2].isfinite().any()
+    assert torch.equal(sick[[0, 1, 3]], whole[[0, 1, 3]])
