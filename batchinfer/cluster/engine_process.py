@@ -163,7 +163,7 @@ class EngineProcess:
         if engine_config.num_threads is None:
             engine_config = replace(engine_config, num_threads=threads)
         with phases.span("loads the model"):
-            engine = load_engine(engine_config)
+            engine = load_engine(engine_config, late_tokenizer=True)  # the driver has planned with it
         # What is loaded stays, so the collector need not look at it again.
         gc.freeze()
         gc.set_threshold(*RARELY)

@@ -6,6 +6,8 @@ KV memory and tensors (runner), the loop (`engine`).
 
 from __future__ import annotations
 
+from functools import partial
+
 from batchinfer.config import EngineConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.errors import ConfigError
@@ -17,8 +19,12 @@ FAKE_MAX_NUM_SEQS = 256
 FAKE_MAX_NUM_BATCHED_TOKENS = 8192
 
 
-def load_engine(config: EngineConfig) -> Engine:
-    """An engine ready for requests. Raises ConfigError or ModelError where the config can't be met."""
+def load_engine(config: EngineConfig, *, late_tokenizer: bool = False) -> Engine:
+    """An engine ready for requests. Raises ConfigError or ModelError where the config can't be met.
+
+    late_tokenizer   it is built when a text is first asked for, which is after the first tokens; what is wrong with it
+                     is found out then: for tokenizers that another process has used already
+    """
     if config.tensor_parallel_size != 1:
         raise ConfigError(
             f"engine.tensor_parallel_size: {config.tensor_parallel_size} is planned and not there yet; use 1 "
@@ -28,7 +34,7 @@ def load_engine(config: EngineConfig) -> Engine:
     max_model_len = resolve_max_model_len(config, files)
     if files.kind == "fake":
         return _fake_engine(config, files, max_model_len)
-    return _local_engine(config, files, max_model_len)
+    return _local_engine(config, files, max_model_len, late_tokenizer=late_tokenizer)
 
 
 def resolve_max_model_len(config: EngineConfig, files: ModelFiles) -> int:
@@ -59,7 +65,7 @@ def _fake_engine(config: EngineConfig, files: ModelFiles, max_model_len: int) ->
     )
 
 
-def _local_engine(config: EngineConfig, files: ModelFiles, max_model_len: int) -> Engine:
+def _local_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, *, late_tokenizer: bool) -> Engine:
     # Both need torch, which is only loaded for a model that needs it; and before it is, MKL must be told.
     from batchinfer_kernels.determinism import prepare
 
@@ -69,7 +75,7 @@ def _local_engine(config: EngineConfig, files: ModelFiles, max_model_len: int) -
     runner = load_runner(files, config, max_model_len=max_model_len)
     return Engine(
         runner,
-        load_tokenizer(files.tokenizer),
+        partial(load_tokenizer, files.tokenizer) if late_tokenizer else load_tokenizer(files.tokenizer),
         max_model_len=max_model_len,
         vocab_size=files.config["vocab_size"],
         max_num_seqs=runner.max_num_seqs,

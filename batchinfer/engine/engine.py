@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,7 +90,7 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | Callable[[], Tokenizer] | None = None,
         *,
         max_model_len: int,
         vocab_size: int,
@@ -103,7 +103,7 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.facts = dict(facts or {})  # what "auto" became, and from what
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self.model = model
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -125,6 +125,13 @@ class Engine:
         self._num_steps = self._num_requests = self._num_finished = self._num_errors = self._num_clamped = 0
         self._scheduler_s = self._runner_s = self._output_s = 0.0
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Built here where it was given as what builds it."""
+        if callable(self._tokenizer):
+            self._tokenizer = self._tokenizer()
+        return self._tokenizer
+
     # ---------------------------------------------------------------- requests
 
     def add_request(self, request: Request) -> None:
@@ -136,7 +143,7 @@ class Engine:
             request,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
-            has_tokenizer=self.tokenizer is not None,
+            has_tokenizer=self._tokenizer is not None,
         )
         if error is not None:
             self._num_errors += 1

@@ -25,8 +25,10 @@ from batchinfer.attention.tiles import product_tiles
 from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError, OutOfMemory
 from batchinfer.modelfiles import ModelFiles
+from batchinfer.modelfiles.supported import architecture_of
 from batchinfer.models import CausalLM, load_model
 from batchinfer.models.dtype import DTYPES, KV_CACHE_DTYPES
+from batchinfer.models.registry import ALL_LINEAR
 from batchinfer.runner.host import num_cores
 from batchinfer.runner.kv_memory import (
     FREE_SHARE,
@@ -78,9 +80,13 @@ def load_runner(
     facts["torch"] = Fact(torch.__version__, "installed")
 
     max_model_len = max_model_len or config.max_model_len or files.max_model_len
+    linear_in_c = _linear_in_c(files, arithmetic)
     if arithmetic.kernels == "triton":  # no product is torch's
         rows = STRICT
         facts["batch_invariant"] = Fact(config.deterministic, "engine.deterministic")
+    elif linear_in_c:
+        rows = STRICT
+        facts["batch_invariant"] = Fact(True, "products are in C")
     else:
         rows = _row_rule(_probe(files, config, device, DTYPES[arithmetic.dtype]), facts)
     ops = resolve(arithmetic.kernels, device, rows=rows, deterministic=config.deterministic)
@@ -113,6 +119,8 @@ def load_runner(
     kv_dtype = KV_CACHE_DTYPES[arithmetic.kv_cache_dtype]
     sizes = {"block_size": config.block_size, "split_size": config.split_size}
     group_specs = [specs[layout.group_of_layer.index(group)] for group in range(len(layout.windows))]
+    if linear_in_c and any(why_not_c(spec, ops, kv_dtype=kv_dtype, **sizes) for spec in group_specs):
+        ops = replace(ops, row_rule=_row_rule(_probe(files, config, device, torch.float32), facts))
     backends = tuple(
         make_attention(spec, ops, kv_dtype=kv_dtype, device=device, deterministic=config.deterministic, **sizes)
         for spec in group_specs
@@ -285,6 +293,14 @@ def _auto_batch(arithmetic: Arithmetic, on_cpu: bool) -> tuple[int, int]:
     if arithmetic.quantization == "int8" and arithmetic.kernels == "native":
         return INT8_MAX_NUM_SEQS, INT8_MAX_NUM_BATCHED_TOKENS
     return CPU_MAX_NUM_SEQS, CPU_MAX_NUM_BATCHED_TOKENS
+
+
+def _linear_in_c(files: ModelFiles, arithmetic: Arithmetic) -> bool:
+    """Whether torch multiplies nothing but, perhaps, in attention: then nothing of it has to be measured, which takes
+    a quarter of a second where other processes are starting as well."""
+    if arithmetic.quantization != "int8" or arithmetic.kernels != "native":
+        return False
+    return architecture_of(files.config) in ALL_LINEAR
 
 
 def _probe(files: ModelFiles, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> RowFacts:

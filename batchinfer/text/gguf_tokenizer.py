@@ -187,10 +187,12 @@ def _byte_level(
 ) -> tokenizers.Tokenizer:
     alphabet = byte_alphabet()
     spelled = set(alphabet.values())
+    # Mostly all are spelled so already: one look at all of them is much faster than one at each.
+    all_spelled = set("".join([token for token, t in zip(tokens, types, strict=True) if t == NORMAL])) <= spelled
     vocab = {}
     for i, (token, t) in enumerate(zip(tokens, types, strict=True)):
         # User-defined tokens are stored as text; as added tokens they keep that spelling.
-        if t == NORMAL and not set(token) <= spelled:
+        if t == NORMAL and not all_spelled and not set(token) <= spelled:
             token = "".join(alphabet[byte] for byte in token.encode("utf-8"))
         vocab[token] = i
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre.whole_words))

@@ -10,10 +10,12 @@ import pytest
 import torch
 from batchinfer_kernels.native import library
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchinfer.models.registry import ALL_LINEAR
 from batchinfer.runner.local import LocalRunner
 from batchinfer.testing.step_driver import GREEDY, StepDriver
-from batchinfer.testing.tiny import VOCAB_SIZE
+from batchinfer.testing.tiny import FAMILIES, VOCAB_SIZE, tiny_config
 from batchinfer.types.request import SamplingParams
 
 MakeRunner = Callable[..., LocalRunner]
@@ -131,6 +133,37 @@ def test_what_whole_layers_are_not_for_runs_part_by_part(name: str, make_runner:
     sizes = count_whole(runner)
     run(runner, chunk=50)
     assert not sizes
+
+
+class Products(TorchDispatchMode):
+    """Counts what torch multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if any(part in name for part in ("mm", "mv", "dot", "linear", "einsum", "attention")):
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@needs_native
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_of_torch_are_measured_where_there_are_any(family: str, make_runner: MakeRunner) -> None:
+    """Models of which nothing is measured multiply nothing with torch: each kind of sampling, with and without KV."""
+    assert tiny_config(family)["architectures"][0] in ALL_LINEAR
+    runner = make_runner(family, quantization="int8")
+    with Products() as products:
+        run(runner, chunk=50)
+    assert bool(products.names) == ("row_rule" in runner.facts()), products.names
+    assert runner.facts()["batch_invariant"].value is True
+    # What the mode sees of a model that does multiply with torch.
+    runner = make_runner(family, quantization="none")
+    with Products() as products:
+        run(runner, chunk=50)
+    assert products.names and "row_rule" in runner.facts()
 
 
 @needs_native
