@@ -129,6 +129,25 @@ def test_importing_the_package_is_light() -> None:
     assert not loaded_after("import batchinfer.cli.main") & heavy
 
 
+def test_engines_of_jobs_start_with_little() -> None:
+    """What they import stands between Enter and the first token."""
+    modules = "import batchinfer.cluster.engine_process, batchinfer.cluster.row_feed, batchinfer.job.frozen_job"
+    program = f"{modules}\nimport sys; print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(out.stdout.split())
+    heavy = {
+        "dask",
+        "distributed",
+        "datasets",
+        "pydantic",
+        "fsspec",
+        "pyarrow.compute",
+        "pyarrow.parquet",
+        "pyarrow.fs",
+    }
+    assert "pyarrow.ipc" in loaded and not loaded & heavy
+
+
 def test_the_engine_side_needs_few_libraries() -> None:
     absent = ("dask", "distributed", "datasets", "pydantic", "yaml", "pyarrow", "click", "rich", "fsspec")
     program = f"import sys\nfor m in {absent}:\n    sys.modules[m] = None\n"

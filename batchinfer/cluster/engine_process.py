@@ -38,7 +38,7 @@ from batchinfer.garbage import RARELY
 if TYPE_CHECKING:
     from batchinfer.cluster.leased_rows import LeasedRows
     from batchinfer.cluster.row_feed import RowFeed
-    from batchinfer.job.manifest import ResolvedJob
+    from batchinfer.job.frozen_job import EngineJob
 
 STATS_EVERY_S = 2.0
 _log = logging.getLogger("batchinfer.engine_process")
@@ -78,7 +78,7 @@ class EngineProcess:
         self.config = config
         self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.stopping = threading.Event()
-        self.job: ResolvedJob | None = None
+        self.job: EngineJob | None = None
         self._loaded = threading.Event()
 
     # Commands, in a thread of their own --------------------------------------------------------------------------
@@ -151,9 +151,9 @@ class EngineProcess:
     def _load(self) -> RowFeed:
         start = time.monotonic()
         with phases.span("reads the job"):
-            from batchinfer.job.manifest import load_run
+            from batchinfer.job.frozen_job import load_engine_job
 
-            self.job = load_run(Path(self.config["run"]))
+            self.job = load_engine_job(self.config["run"])
             self._loaded.set()
             from batchinfer.cluster.row_feed import RowFeed
             from batchinfer.engine import load_engine

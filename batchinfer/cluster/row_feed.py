@@ -21,7 +21,7 @@ from batchinfer.data.segments import ResultRow
 from batchinfer.engine import Engine
 from batchinfer.engine.stopping import partial_problem
 from batchinfer.job.driver_lock import succeeded
-from batchinfer.job.manifest import ResolvedJob
+from batchinfer.job.frozen_job import FrozenJob
 from batchinfer.types.request import PartialOutput, Request, RequestOutput, SamplingParams
 
 _log = logging.getLogger("batchinfer.cluster")
@@ -44,9 +44,7 @@ class _Running:
 
 
 class RowFeed:
-    def __init__(
-        self, engine: Engine, job: ResolvedJob, *, epoch: int, report: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def __init__(self, engine: Engine, job: FrozenJob, *, epoch: int, report: Callable[[dict[str, Any]], None]) -> None:
         self.engine = engine
         self.sink = ResultSink(epoch=epoch, folder=job.layout.segments, told=report)
         self._job = job

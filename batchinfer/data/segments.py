@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow as pa  # not pyarrow.compute, which engines would import as they start
 
 from batchinfer.data.fs import publish_file, replace_file, retrying, temp_for, when_visible
 from batchinfer.data.prepared import Int32, Int64
@@ -209,7 +208,7 @@ def merge_tables(tables: Sequence[tuple[SegmentName | None, pa.Table]]) -> pa.Ta
     ranks = np.concatenate([np.full(kept[i][1].num_rows, rank, np.int32) for rank, i in enumerate(age)])
     table = pa.concat_tables([kept[i][1] for i in age])
     chunks, rows = table["chunk"].to_numpy(), table["row"].to_numpy()
-    failed = pc.is_valid(table["error_class"]).to_numpy()
+    failed = table["error_class"].is_valid().to_numpy()
     order = np.lexsort((ranks, failed, rows, chunks))
     first = np.ones(len(order), bool)
     first[1:] = (np.diff(chunks[order]) != 0) | (np.diff(rows[order]) != 0)
@@ -314,7 +313,7 @@ def _read_range(reader: pa.ipc.RecordBatchFileReader, chunk: int, start: int, st
     index = (reader.schema.metadata or {}).get(_INDEX_KEY)
     if index is None:
         table = reader.read_all()
-        table = table.filter(pc.equal(table["chunk"], chunk))
+        table = table.filter(pa.array(table["chunk"].to_numpy() == chunk))
     else:
         wanted = [
             i
@@ -323,10 +322,8 @@ def _read_range(reader: pa.ipc.RecordBatchFileReader, chunk: int, start: int, st
         ]
         table = pa.Table.from_batches([reader.get_batch(i) for i in wanted], schema=reader.schema)
     if start > 0 or stop is not None:
-        inside = pc.greater_equal(table["row"], start)
-        if stop is not None:
-            inside = pc.and_(inside, pc.less(table["row"], stop))
-        table = table.filter(inside)
+        rows = table["row"].to_numpy()
+        table = table.filter(pa.array((rows >= start) & (rows < (np.iinfo(np.int64).max if stop is None else stop))))
     return table
 
 

@@ -1,18 +1,17 @@
 """ResolvedJob: everything about a job that is decided once, when it is first submitted, and then frozen.
 
-Responsible for: the resolved job, its fingerprint, manifest.json (create-if-absent), comparing on resume,
---extend, --fresh. Not for: finding the values (`job.resolve`), what the user wrote (`job.spec`).
+Responsible for: the resolved job, manifest.json (create-if-absent), comparing on resume, --extend, --fresh. Not for:
+finding the values (`job.resolve`), what the user wrote (`job.spec`), what follows from them (`job.frozen_job`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +19,31 @@ from batchinfer.arithmetic import Arithmetic
 from batchinfer.config import EngineConfig
 from batchinfer.data.dataset import changes, new_files
 from batchinfer.data.fs import LocalStore, replace_file
-from batchinfer.errors import BatchinferError, ResumeRefused
+from batchinfer.errors import ResumeRefused
+from batchinfer.job.frozen_job import FrozenJob, read_run
 from batchinfer.job.layout import JobLayout
-from batchinfer.job.ledger import retry_rows
 from batchinfer.job.spec import JobSpec
-from batchinfer.job.windows import FileShape, Window, cut_windows, retry_windows
-from batchinfer.text import apply_overrides
-from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
-from batchinfer.types.streams import row_key
 
 MANIFEST_FORMAT = 2  # 1 did not say all of how the model computes
 AUTO = "auto: "  # begins the source of a value that was chosen for a machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedJob:
+class ResolvedJob(FrozenJob):
     """A job with every open value resolved. Picklable; workers read it with `load_run`.
 
     spec          what the user wrote; only its non-semantic parts (workers, batch and pool sizes, failure limits)
                   may differ from one run to the next
-    semantic      what decides the output's bytes: dotted key -> JSON value; frozen at the first submit
     sources       where each value of `semantic` came from: user, generation_config, model, drawn, default, or
                   "auto: " and why
-    input         description of the input dataset (`data.InputDataset.describe`), files in the manifest's order
-    generations   one per file of `input`: 0 for the first submit's files, n for those of the nth --extend
-    text_bytes    one per file: estimated bytes of the columns that prompts are made of
     facts         recorded for people, not compared (versions of libraries, paths)
     overrides     a retry's changed settings: dotted key -> value, recorded in the parts that it replaces
     """
 
     spec: JobSpec
-    semantic: Mapping[str, Any]
     sources: Mapping[str, str]
-    input: Mapping[str, Any]
-    generations: tuple[int, ...]
-    text_bytes: tuple[int, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    retry: int | None = None
 
     @property
     def name(self) -> str:
@@ -66,42 +52,6 @@ class ResolvedJob:
     @property
     def layout(self) -> JobLayout:
         return JobLayout(Path(self.spec.output.path), self.retry)
-
-    @property
-    def seed(self) -> int:
-        """The job's seed: given, or drawn at the first submit."""
-        return int(self.semantic["seed"])
-
-    @property
-    def max_model_len(self) -> int:
-        return int(self.semantic["engine.max_model_len"])
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return frozenset(self.semantic["model.eos_token_ids"])
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Settings of a row that has none of its own. `seed` is None: a row's stream comes from `stream_key`."""
-        return SamplingParams(**self.sampling_values())
-
-    def sampling_values(self) -> dict[str, Any]:
-        values = {name: self.semantic[f"sampling.{name}"] for name in SAMPLING_FIELDS if name != "seed"}
-        if values["logit_bias"] is not None:
-            values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-        return values
-
-    def sampling_of(self, params: str | None) -> SamplingParams:
-        """Settings of a row from the `params` of its prepared record (JSON of what differs, or None)."""
-        return self.sampling if params is None else apply_overrides(self.sampling, json.loads(params))
-
-    def stream_key(self, file: int, row: int, row_seed: int | None = None) -> int:
-        """Key of a row's random stream; a seed of the row's own replaces the job's."""
-        return row_key(self.seed if row_seed is None else row_seed, self.file_name(file), row)
-
-    def file_name(self, file: int) -> str:
-        """The input file's path relative to the input's root."""
-        return str(self.input["files"][file]["name"])
 
     @property
     def arithmetic(self) -> Arithmetic:
@@ -143,43 +93,6 @@ class ResolvedJob:
             seed=self.seed,
             num_threads=engine.num_threads,
         )
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 (hex) of the semantic settings; stands in every part's footer."""
-        text = json.dumps(dict(self.semantic), sort_keys=True, ensure_ascii=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def file_shapes(self) -> tuple[FileShape, ...]:
-        """The input files as `job.windows` needs them."""
-        return tuple(
-            FileShape(
-                index=index,
-                num_rows=int(entry["num_rows"]),
-                num_bytes=int(entry["num_bytes"]),
-                text_bytes=text_bytes,
-                generation=generation,
-            )
-            for index, (entry, text_bytes, generation) in enumerate(
-                zip(self.input["files"], self.text_bytes, self.generations, strict=True)
-            )
-        )
-
-    def windows(self) -> tuple[Window, ...]:
-        """All windows of the job, always the same for the same input; takes milliseconds per 10,000 chunks.
-
-        Of a retry: the chunks that own rows to run again, in windows of the retry's own.
-        """
-        most = self.semantic.get("input.window_rows")
-        windows = cut_windows(self.file_shapes(), most)
-        return windows if self.retry is None else retry_windows(windows, retry_rows(self.layout), most)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows to run: of the input, or of the retry."""
-        if self.retry is not None:
-            return sum(map(len, retry_rows(self.layout).values()))
-        return sum(shape.num_rows for shape in self.file_shapes())
 
 
 def freeze_job(job: ResolvedJob) -> ResolvedJob:
@@ -343,12 +256,8 @@ def save_run(job: ResolvedJob, epoch: int) -> Path:
 
 
 def load_run(path: str | Path) -> ResolvedJob:
-    """Reads what `save_run` wrote."""
-    path = Path(path)
-    data = LocalStore(path.parent).get(path.name, wait_s=10.0)
-    if data is None:
-        raise BatchinferError(f"{path}: no such file; the driver writes it before it starts workers")
-    return job_from_json(data)
+    """Reads what `save_run` wrote; engines read less of it (`frozen_job.load_engine_job`)."""
+    return job_from_json(read_run(path))
 
 
 def move_aside(layout: JobLayout) -> Path | None:
@@ -366,7 +275,8 @@ def move_aside(layout: JobLayout) -> Path | None:
 
 
 def job_to_json(job: ResolvedJob, *, secret: bool = False) -> bytes:
-    """`secret` keeps the values of input.storage_options, which may hold keys; else only their names stay."""
+    """`secret`: for a run's processes alone: with the values of input.storage_options, which may hold keys and of
+    which else only the names stay, and with what an engine is built from."""
     spec = job.spec.model_dump(mode="json")
     if not secret:
         spec["input"]["storage_options"] = dict.fromkeys(spec["input"]["storage_options"], "(not kept)")
@@ -383,6 +293,8 @@ def job_to_json(job: ResolvedJob, *, secret: bool = False) -> bytes:
         "overrides": dict(job.overrides),
         "retry": job.retry,
     }
+    if secret:
+        data["engine"] = asdict(job.engine_config)
     return json.dumps(data, indent=1, ensure_ascii=True).encode()
 
 

@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from batchinfer import LLM, SamplingParams
+from batchinfer.config import EngineConfig
+from batchinfer.engine import build, load_engine
+from batchinfer.modelfiles.files import TokenizerFiles
 from batchinfer.testing.oracle import Oracle
 from batchinfer.testing.tiny import make_tiny
-from batchinfer.types.request import RequestOutput
+from batchinfer.text import Tokenizer, load_tokenizer
+from batchinfer.types.request import Request, RequestOutput
 from batchinfer.types.rows import ErrorClass
 
 NEAR_TIE = 1e-3
@@ -188,3 +192,30 @@ def spoil_embedding(engine: LLM, token_id: int) -> None:
     runner: Any = engine.engine.runner
     embedding = next(p for name, p in runner._model.named_parameters() if "embed" in name)
     embedding.data[token_id] = float("nan")
+
+
+def test_a_late_tokenizer_is_built_for_the_first_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[TokenizerFiles] = []
+
+    def counted(files: TokenizerFiles) -> Tokenizer:
+        built.append(files)
+        return load_tokenizer(files)
+
+    monkeypatch.setattr(build, "load_tokenizer", counted)
+    config = EngineConfig(model=str(model), kv_cache_memory=1 << 22, max_model_len=128)
+    ordinary, late = load_engine(config), load_engine(config, late_tokenizer=True)
+    assert len(built) == 1
+    found = {}
+    for engine in (ordinary, late):
+        for i, stop in enumerate([[], ["e"]]):
+            sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop=stop)
+            if engine is late and not stop:
+                engine.add_request(Request(i, (5, 6, 7), sampling, 0))
+                assert engine.step() == [] and engine.stats().num_generated_tokens == 1
+                assert len(built) == 1
+            else:
+                engine.add_request(Request(i, (5, 6, 7), sampling, 0))
+        found[engine is late] = sorted((o.request_id, o.outputs[0].text) for o in engine.run())
+        engine.close()
+    assert len(built) == 2
+    assert found[True] == found[False] and all(text for _, text in found[True])
