@@ -25,16 +25,18 @@ _REPLACEMENT = re.compile(r".+~e(\d+)-part-.+")
 
 
 def clean_window(layout: JobLayout, window: int) -> None:
-    """Deletes plan, prepared files and segments of a window whose parts are all out."""
+    """Deletes plan, prepared files and segments of a window whose parts are all out. What can't be deleted stays, with
+    the mark that says that it may go."""
     plan = layout.window(window)
     done = plan.with_suffix(".done")
     with contextlib.suppress(FileNotFoundError):
         plan.rename(done)
-    for folder in (layout.work / "prepared").glob(f"w{window:04d}-e*"):
+    folders = [*(layout.work / "prepared").glob(f"w{window:04d}-e*"), layout.segments(window)]
+    for folder in folders * 2:  # once more where an error was of the moment
         shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(layout.segments(window), ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        done.unlink()
+    if not any(folder.exists() for folder in folders):
+        with contextlib.suppress(FileNotFoundError):
+            done.unlink()
 
 
 def clean_leftovers(layout: JobLayout, finished: Collection[int] = (), *, epoch: int) -> int:

@@ -7,6 +7,7 @@ written under a final name, and after going on the parts are those of an undistu
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -178,6 +179,29 @@ def test_cleaning_killed_at_any_point_never_leaves_a_plan_without_its_results(tw
         if not kill.dead:
             break
     assert not kill.dead
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_what_can_not_be_deleted_is_tried_again_now_and_at_the_next_start(two_chunks, monkeypatch, always):
+    shop = two_chunks
+    job = freeze_job(resolve_job(shop.spec()))
+    shop.run(job, clean=False)
+    plan, done, segments = job.layout.window(0), job.layout.window(0).with_suffix(".done"), job.layout.segments(0)
+    real, failures = os.unlink, []
+
+    def failing(path, *args, **named):
+        if str(path).endswith(".arrow") and (always or not failures):
+            failures.append(path)
+            raise OSError(errno.EIO, "input/output error", str(path))
+        real(path, *args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing)
+        clean_window(job.layout, 0)
+    assert failures and not plan.exists()
+    assert segments.exists() == done.exists() == always
+    clean_leftovers(job.layout, epoch=1)
+    assert not segments.exists() and not done.exists()
 
 
 def test_leftovers_of_the_dead_go_those_of_the_living_stay(shop):
