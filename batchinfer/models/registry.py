@@ -22,9 +22,8 @@ from batchinfer.models.dtype import resolve_dtype
 from batchinfer.quant import resolve_scheme
 from batchinfer.weights import load_weights
 
-# Whose every product is a linear layer's or the head's, and so the quantization scheme's: none is left to torch where
-# the scheme leaves none to it.
-ALL_LINEAR = frozenset(llama_config.ARCHITECTURES)
+# Whose every product is a linear layer's or the head's, and so the quantization scheme's; a router's is not.
+ALL_LINEAR = frozenset(name for name, variant in llama_config.ARCHITECTURES.items() if variant.experts is None)
 
 Build = Callable[[str, ModelFiles, BuildOptions], CausalLM]
 ARCHITECTURES: Mapping[str, Build] = dict.fromkeys(llama_config.ARCHITECTURES, llama.build)

@@ -12,10 +12,9 @@ from batchinfer_kernels.native import library
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchinfer.models.registry import ALL_LINEAR
 from batchinfer.runner.local import LocalRunner
 from batchinfer.testing.step_driver import GREEDY, StepDriver
-from batchinfer.testing.tiny import FAMILIES, VOCAB_SIZE, tiny_config
+from batchinfer.testing.tiny import FAMILIES, VOCAB_SIZE
 from batchinfer.types.request import SamplingParams
 
 MakeRunner = Callable[..., LocalRunner]
@@ -153,11 +152,12 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_products_of_torch_are_measured_where_there_are_any(family: str, make_runner: MakeRunner) -> None:
     """Models of which nothing is measured multiply nothing with torch: each kind of sampling, with and without KV."""
-    assert tiny_config(family)["architectures"][0] in ALL_LINEAR
     runner = make_runner(family, quantization="int8")
     with Products() as products:
         run(runner, chunk=50)
     assert bool(products.names) == ("row_rule" in runner.facts()), products.names
+    if family == "llama":
+        assert not products.names
     assert runner.facts()["batch_invariant"].value is True
     # What the mode sees of a model that does multiply with torch.
     runner = make_runner(family, quantization="none")
