@@ -15,6 +15,7 @@ from batchinfer_kernels.native import outlook
 
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.modelfiles import ModelFiles
+from batchinfer.modelfiles.deepseek_config import is_latent
 from batchinfer.modelfiles.stored_quantization import stored_quantization
 
 USER = "user"
@@ -180,12 +181,17 @@ def resolve_arithmetic(
         )
     if scheme == "int8" and not on_cpu:
         values["dtype"], sources["dtype"] = "float32", "auto: model.quantization is int8"
-    native_int8 = scheme == "int8" and used == "native"
-    put(
-        "kv_cache_dtype",
-        kv_cache_dtype,
-        ("int8", "auto: with int8") if native_int8 else (values["dtype"], "auto: model.dtype"),
-    )
+    put("kv_cache_dtype", kv_cache_dtype, _auto_kv_cache(files, values["dtype"], scheme, used))
+    if values["kv_cache_dtype"] == "int8" and is_latent(files.config):
+        raise ConfigError(
+            "model.kv_cache_dtype int8: the model has latent attention, whose cache is not there in int8; use auto, "
+            "float32, bfloat16 or float16"
+        )
+    if used == "triton" and is_latent(files.config) and values["kv_cache_dtype"] != values["dtype"]:
+        raise ConfigError(
+            f"model.kv_cache_dtype {values['kv_cache_dtype']}: with engine.kernels triton the cache of latent "
+            f"attention is of the model's dtype, {values['dtype']}; leave model.kv_cache_dtype out"
+        )
     level = _level(machine, used, scheme, values["dtype"]) if on_cpu else _gpu_level(machine, used)
     sources["instruction_level"] = "auto: this CPU" if on_cpu else f"auto: {machine.gpu_name or 'the GPU'}"
     degraded = None
@@ -254,6 +260,13 @@ def _auto_quantization(dtype: str, kernels: str, kernels_source: str) -> tuple[s
     if kernels == "native":
         return "int8", f"auto: {VNNI}"
     return "none", f"auto: engine.kernels is {kernels}" if kernels_source == USER else kernels_source
+
+
+def _auto_kv_cache(files: ModelFiles, dtype: str, quantization: str, kernels: str) -> tuple[str, str]:
+    """int8 loses less in keys and values than it does in weights; a latent is both, of all heads."""
+    if quantization != "int8" or kernels != "native":
+        return dtype, "auto: model.dtype"
+    return ("bfloat16", "auto: latents, with int8") if is_latent(files.config) else ("int8", "auto: with int8")
 
 
 def _stored_scheme(files: ModelFiles) -> str | None:

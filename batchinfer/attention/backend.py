@@ -1,8 +1,9 @@
 """Running planned attention: one object per KV group, `plan` once per step, `run` once per layer.
 
 `AttentionBackend` is what a runner needs of one, `make_attention` picks one. `TiledAttention` is plain torch on any
-device, `native.NativeAttention` C over a packed cache in bfloat16 or int8, `triton.TritonAttention` for GPUs. What is
-computed is said in `batchinfer_kernels.reference` and `kv8`.
+device, `native.NativeAttention` C over a packed cache in bfloat16 or int8, `triton.TritonAttention` for GPUs; for
+latent attention there are `TiledLatentAttention` and `triton.TritonLatentAttention`. What is computed is said in
+`batchinfer_kernels.reference`, `kv8` and `mla`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from batchinfer_kernels import kv8
+from batchinfer_kernels import kv8, mla
 from batchinfer_kernels.cpu import attend_tiles, merge_tiles
 from batchinfer_kernels.native import attention as native_attention
 from batchinfer_kernels.native.attention import TileLayer
@@ -38,7 +39,8 @@ class AttentionBackend(Protocol):
     def kv_dtype(self) -> torch.dtype: ...
 
     def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Key and value caches of one layer, not initialised: a slot that was not written is never seen."""
+        """Key and value caches of one layer, not initialised: a slot that was not written is never seen. In latent
+        attention both are the same tensor."""
         ...
 
     def in_c(self, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> TileLayer | None:
@@ -59,7 +61,9 @@ class AttentionBackend(Protocol):
         spec: AttentionSpec,
         turning: Turning | None = None,
     ) -> Tensor:
-        """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe.
+        """Stores k, v [T, Hk, D] and returns attention of q [T, Hq, D] in q's dtype. Not thread-safe. In latent
+        attention, of absorbed queries q [T, Hq, C + R]: v [T, 1, C] are latents, k [T, 1, R] the rotated parts of keys,
+        and weighted latents [T, Hq, C] come back.
 
         turning: see `ForwardContext.attend`."""
         ...
@@ -77,26 +81,28 @@ def make_attention(
 ) -> AttentionBackend:
     """Attention with KV caches in kv_dtype: Triton's with Triton's operations, else in C where `why_not_c` has nothing
     against it. `deterministic`: see `TritonAttention`; the others always are. Raises ConfigError."""
-    if ops.backend == "triton":
-        from batchinfer.attention.triton import TritonAttention  # imports triton, which need not be there
+    sizes: dict[str, Any] = {"block_size": block_size, "split_size": split_size}
+    if spec.latent_rank is not None:
+        if ops.backend != "triton":
+            return TiledLatentAttention(spec, ops, device=device, kv_dtype=kv_dtype, **sizes)
+        from batchinfer.attention.triton import TritonLatentAttention  # imports triton, which need not be there
 
-        return TritonAttention(
-            spec,
-            block_size=block_size,
-            split_size=split_size,
-            device=device,
-            kv_dtype=kv_dtype,
-            deterministic=deterministic,
-        )
+        return TritonLatentAttention(spec, device=device, kv_dtype=kv_dtype, **sizes)
+    if ops.backend == "triton":
+        from batchinfer.attention.triton import TritonAttention
+
+        return TritonAttention(spec, device=device, kv_dtype=kv_dtype, deterministic=deterministic, **sizes)
     if why_not_c(spec, ops, kv_dtype=kv_dtype, block_size=block_size, split_size=split_size) is None:
-        return NativeAttention(spec, block_size=block_size, split_size=split_size, kv_dtype=kv_dtype)
-    return TiledAttention(spec, ops, block_size=block_size, split_size=split_size, device=device, kv_dtype=kv_dtype)
+        return NativeAttention(spec, kv_dtype=kv_dtype, **sizes)
+    return TiledAttention(spec, ops, device=device, kv_dtype=kv_dtype, **sizes)
 
 
 def why_not_c(spec: AttentionSpec, ops: Ops, *, kv_dtype: torch.dtype, block_size: int, split_size: int) -> str | None:
     """Why a KV group's attention does not run in C, or None where it does."""
     if ops.backend != "native":
         return f"kernels are {ops.backend}"
+    if spec.latent_rank is not None:
+        return "it is latent attention"
     if kv_dtype not in native_attention.FORMATS:
         return f"the KV cache is {str(kv_dtype).removeprefix('torch.')}"
     return native_attention.unsuited(head_dim=spec.head_dim, block_size=block_size, split_size=split_size)
@@ -178,6 +184,12 @@ class TiledAttention:
         else:
             k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
         self._ops.kv_write(k, v, k_cache, v_cache, plan.kv_rows, plan.fresh_blocks)
+        return self._attention(q, k_cache, v_cache, plan, spec).view(q.shape).to(dtype)
+
+    def _attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, spec: AttentionSpec
+    ) -> Tensor:
+        """float32 [T * Hq, D] of q [T, Hq, D], whose keys and values are stored."""
         scaled = q.reshape(-1, spec.head_dim).float() * spec.scale
         out, lse = self._out[: plan.num_rows], self._lse[: plan.num_rows]
         for slab in plan.slabs:
@@ -197,7 +209,7 @@ class TiledAttention:
         result = out.index_select(0, plan.result_rows)
         if plan.merged_rows is not None:
             result.index_copy_(0, plan.merged_rows, merge_tiles(out, lse, plan.merged))
-        return result.view(q.shape).to(dtype)
+        return result
 
     def _reserve(self, plan: AttentionPlan, k_cache: Tensor) -> None:
         device = k_cache.device
@@ -208,3 +220,32 @@ class TiledAttention:
             rows = plan.num_rows + plan.num_rows // 4
             self._out = torch.empty(rows, self._out.shape[1], device=device)
             self._lse = torch.empty(rows, device=device)
+
+
+class TiledLatentAttention(TiledAttention):
+    """Latent attention of layers with equal head counts, over caches [B, 1, S, C + R]: see `batchinfer_kernels.mla`."""
+
+    name = "tiled, latent"
+
+    def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
+        cache, _ = super().new_caches(num_blocks)
+        return cache, cache
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: AttentionPlan,
+        *,
+        spec: AttentionSpec,
+        turning: Turning | None = None,
+    ) -> Tensor:
+        """Stores v [T, 1, C] and k [T, 1, R]; weighted latents [T, Hq, C] of q [T, Hq, C + R]. Not thread-safe."""
+        assert turning is None and v_cache is k_cache
+        self._reserve(plan, k_cache)
+        mla.write(v[:, 0], k[:, 0], k_cache[:, 0], plan.kv_rows, plan.fresh_blocks)
+        # Rows are multiplied whole: what their last R numbers add up to is left out.
+        return self._attention(q, k_cache, v_cache, plan, spec).view(q.shape)[..., : spec.latent_rank].to(q.dtype)

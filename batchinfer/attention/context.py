@@ -33,7 +33,8 @@ class ForwardContext(Protocol):
     def wanted(self) -> Tensor | None: ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turning: Turning | None = None) -> Tensor:
-        """Stores k, v [T, Hk, D] (after rotation) for a layer; attention of q [T, Hq, D], in q's shape and dtype.
+        """Stores k, v [T, Hk, D] (after rotation) for a layer; attention of q [T, Hq, D], in q's shape and dtype. For
+        latent attention see `AttentionBackend.run`.
 
         turning: norms and rotation that q and k have not had yet, where `Ops.turns` says that attention does them."""
         ...
@@ -45,8 +46,8 @@ class ForwardContext(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCache:
-    """Where a layer's KV lies: its KV group and its caches, [blocks, ...] as its backend made them. `in_c` says it to C
-    code, where the backend is C."""
+    """Where a layer's KV lies: its KV group and its caches, [blocks, ...] as its backend made them, one tensor twice
+    where attention is latent. `in_c` says it to C code, where the backend is C."""
 
     group: int
     spec: AttentionSpec
@@ -95,6 +96,8 @@ class DenseContext:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turning: Turning | None = None) -> Tensor:
         assert turning is None
         spec = self.specs[layer]
+        if spec.latent_rank is not None:
+            k = torch.cat((v, k), dim=-1)
         group = spec.num_heads // spec.num_kv_heads
         keys = k.float().repeat_interleave(group, dim=1)
         values = v.float().repeat_interleave(group, dim=1)

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from batchinfer.attention.staging import Staging
 from batchinfer.attention.tiles import Ints, StepBatch
-from batchinfer.attention.triton import ALIGNED, KeptPlan, StepArrays, TritonAttention, step_arrays
+from batchinfer.attention.triton import (
+    ALIGNED,
+    KeptPlan,
+    StepArrays,
+    TritonAttention,
+    TritonLatentAttention,
+    step_arrays,
+)
 
 # By row of the step, with what stands in those that pad it; fresh_from of a padded block is its end.
 _OF_ROWS = {"slots": -1, "merged": 0, "merged_entry": 0, "merged_splits": 0, "fresh_blocks": 0, "fresh_from": 0}
@@ -42,7 +49,7 @@ class KeptPlans:
     generation   changes when memory had to be made anew: plans of before must not be used again
     """
 
-    def __init__(self, attention: TritonAttention, *, max_rows: int, max_len: int) -> None:
+    def __init__(self, attention: TritonAttention | TritonLatentAttention, *, max_rows: int, max_len: int) -> None:
         self._shape, self._kinds = attention.shape, attention.kinds
         self._staging = Staging(self._shape.device, torch.int32)
         self.generation = 0

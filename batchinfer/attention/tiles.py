@@ -109,10 +109,13 @@ def split_widths(split_size: int, block_size: int, rule: RowRule) -> tuple[int, 
     return (*sizes, split_size)
 
 
-def product_tiles(*, head_dim: int, group: int, split_size: int, block_size: int, rule: RowRule) -> AttentionTiles:
+def product_tiles(
+    *, head_dim: int, group: int, split_size: int, block_size: int, rule: RowRule, num_kv_heads: int = 2
+) -> AttentionTiles:
     """What the probe tries for heads that share KV heads in groups of `group`."""
     rows = tuple(queries * rows_per_query(rule, group, queries) for queries in query_tiles(rule))
-    return AttentionTiles(head_dim=head_dim, row_counts=rows, widths=split_widths(split_size, block_size, rule))
+    widths = split_widths(split_size, block_size, rule)
+    return AttentionTiles(head_dim=head_dim, row_counts=rows, widths=widths, single=num_kv_heads == 1)
 
 
 def starts_of(counts: Ints) -> Ints:

@@ -182,13 +182,13 @@ class TritonAttention:
 
 
 class TritonLatentAttention:
-    """Latent attention (`batchinfer_kernels.mla`) of layers with so many heads: of absorbed queries, to one cache."""
+    """Latent attention (`batchinfer_kernels.mla`) of layers with equal head counts: absorbed queries, one cache."""
+
+    name = "triton, latent"
 
     def __init__(
         self,
-        num_heads: int,
-        rank: int,
-        rotary_dim: int,
+        spec: AttentionSpec,
         *,
         block_size: int,
         split_size: int,
@@ -197,14 +197,20 @@ class TritonLatentAttention:
     ) -> None:
         if split_size % block_size:
             raise ValueError(f"split_size {split_size} is not a multiple of block_size {block_size}")
+        assert spec.latent_rank is not None
+        rank, self._width = spec.latent_rank, spec.head_dim
+        if not mla.takes(rank, self._width - rank):
+            raise ConfigError(
+                f"engine.kernels triton: latents have {rank} numbers and rotated parts {self._width - rank}; powers of "
+                "two from 16 on can be; use cpu"
+            )
         self.kv_dtype = kv_dtype
-        self._width = rank + rotary_dim
-        queries = max(mla.launch_config(device)["BLOCK_M"] // num_heads, 1)
-        self._kinds = {queries: mla.KIND}
-        self._shape = AttentionShape(
-            num_heads=num_heads,
+        queries = max(mla.launch_config(device)["BLOCK_M"] // spec.num_heads, 1)
+        self.kinds = {queries: mla.KIND}
+        self.shape = AttentionShape(
+            num_heads=spec.num_heads,
             num_kv_heads=1,
-            head_dim=rank,
+            head_dim=rank,  # of partial results
             block_size=block_size,
             split_size=split_size,
             window=None,
@@ -212,35 +218,41 @@ class TritonLatentAttention:
             device=device,
             query_sizes=(queries,),
         )
-        self._scratch = _Scratch(self._shape)
+        self._scratch = _Scratch(self.shape)
         self._staging = Staging(device, torch.int32)
 
-    def new_cache(self, num_blocks: int) -> Tensor:
-        """[B, S, C + R] of one layer, not initialised."""
-        at = self._shape
-        return torch.empty(num_blocks, at.block_size, self._width, dtype=self.kv_dtype, device=at.device)
+    def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """[B, S, C + R] of one layer, not initialised, twice."""
+        at = self.shape
+        cache = torch.empty(num_blocks, at.block_size, self._width, dtype=self.kv_dtype, device=at.device)
+        return cache, cache
+
+    def in_c(self, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> None:
+        return None
 
     def plan(self, batch: StepBatch) -> TilePlan:
-        return plan_step(batch, self._shape, self._kinds, self._staging)
+        return plan_step(batch, self.shape, self.kinds, self._staging)
 
     def run(
         self,
         q: Tensor,
-        latents: Tensor,
-        rotated: Tensor,
-        cache: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
         plan: TilePlan,
         *,
-        scale: float,
+        spec: AttentionSpec,
         turning: Turning | None = None,
     ) -> Tensor:
-        """Stores latents [T, C] and rotated [T, R] after `turning` and returns the weighted latents [T, H, C] of q
-        [T, H, C + R], which is turned already. Not thread-safe."""
-        mla.store(latents, rotated, cache, plan, turning)
-        out = torch.empty(*q.shape[:2], self._shape.head_dim, dtype=q.dtype, device=q.device)
+        """Stores latents v [T, 1, C] and rotated parts k [T, 1, R] after `turning` (k_weight: of the latents' norm),
+        and returns the weighted latents [T, H, C] of q [T, H, C + R], which is turned already. Not thread-safe."""
+        assert v_cache is k_cache
+        mla.store(v[:, 0], k[:, 0], k_cache, plan, turning)
+        out = torch.empty(*q.shape[:2], self.shape.head_dim, dtype=q.dtype, device=q.device)
         for part in (plan, *plan.more):
             partial, log_sums = self._scratch.of(part)
-            mla.attend(q, cache, part, out, partial, log_sums, scale=scale)
+            mla.attend(q, k_cache, part, out, partial, log_sums, scale=spec.scale)
             merge_splits(partial, log_sums, part, out)
         return out
 

@@ -10,6 +10,7 @@ import torch
 from batchinfer_kernels.table import Ops
 
 from batchinfer.layers.embedding import Embedding, LMHead
+from batchinfer.layers.latent import LatentUp
 from batchinfer.layers.linear import Linear
 from batchinfer.layers.norm import RMSNorm
 from batchinfer.modelfiles import StoredTensor
@@ -53,6 +54,11 @@ class LayerMaker:
         return Linear(
             in_features, parts, bias=bias, sensitive=sensitive, gated=gated, name=name, stored=stored, **self._shared
         )
+
+    def latent_up(self, rank: int, num_heads: int, plain_dim: int, value_dim: int, *, name: str) -> LatentUp:
+        """See `LatentUp`."""
+        stored = self._stored(name, ("",))
+        return LatentUp(rank, num_heads, plain_dim, value_dim, name=name, stored=stored, **self._shared)
 
     def norm(self, size: int, eps: float, *, feeds: Linear | None = None) -> RMSNorm:
         return RMSNorm(size, eps, feeds=feeds, ops=self.ops, dtype=self.dtype, device=self.device)

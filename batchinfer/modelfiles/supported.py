@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from batchinfer.errors import ModelError
-from batchinfer.modelfiles import llama_config
+from batchinfer.modelfiles import deepseek_config, llama_config
 from batchinfer.modelfiles.files import ModelFiles
 from batchinfer.modelfiles.stored_quantization import MARKS, StoredQuantization, stored_quantization
 
 # What reads and checks the config of each architecture.
-ARCHITECTURES: Mapping[str, Callable[[str, Mapping[str, Any]], object]] = dict.fromkeys(
-    llama_config.ARCHITECTURES, llama_config.LlamaConfig.from_config
-)
+ARCHITECTURES: Mapping[str, Callable[[str, Mapping[str, Any]], object]] = {
+    **dict.fromkeys(llama_config.ARCHITECTURES, llama_config.LlamaConfig.from_config),
+    **dict.fromkeys(deepseek_config.ARCHITECTURES, deepseek_config.DeepseekConfig.from_config),
+}
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:

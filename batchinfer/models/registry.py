@@ -14,9 +14,9 @@ from torch import nn
 
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.layers import LayerMaker
-from batchinfer.modelfiles import ModelFiles, llama_config
+from batchinfer.modelfiles import ModelFiles, deepseek_config, llama_config
 from batchinfer.modelfiles.supported import architecture_of
-from batchinfer.models import llama
+from batchinfer.models import deepseek, llama
 from batchinfer.models.base import BuildOptions, CausalLM
 from batchinfer.models.dtype import resolve_dtype
 from batchinfer.quant import resolve_scheme
@@ -26,7 +26,10 @@ from batchinfer.weights import load_weights
 ALL_LINEAR = frozenset(name for name, variant in llama_config.ARCHITECTURES.items() if variant.experts is None)
 
 Build = Callable[[str, ModelFiles, BuildOptions], CausalLM]
-ARCHITECTURES: Mapping[str, Build] = dict.fromkeys(llama_config.ARCHITECTURES, llama.build)
+ARCHITECTURES: Mapping[str, Build] = {
+    **dict.fromkeys(llama_config.ARCHITECTURES, llama.build),
+    **dict.fromkeys(deepseek_config.ARCHITECTURES, deepseek.build),
+}
 
 
 def load_model(

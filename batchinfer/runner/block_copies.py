@@ -14,7 +14,7 @@ from batchinfer.types.step import BlockCopy
 
 def copy_blocks(layers: Sequence[LayerCache], copies: Sequence[BlockCopy]) -> None:
     """Copies blocks in every layer of their group, keys and values, whatever a block's layout is: the caches' first
-    dimension is the block. Sources are all read before a destination is written."""
+    dimension is the block. Sources are all read before a destination is written (of a cache that is both, once)."""
     pairs: dict[int, tuple[list[int], list[int]]] = {}
     for copy in copies:
         sources, destinations = pairs.setdefault(copy.group, ([], []))
@@ -28,5 +28,5 @@ def copy_blocks(layers: Sequence[LayerCache], copies: Sequence[BlockCopy]) -> No
             continue
         index = torch.tensor(pair, dtype=torch.int64, device=own[0].k_cache.device)
         for layer in own:
-            for cache in (layer.k_cache, layer.v_cache):
+            for cache in (layer.k_cache, layer.v_cache)[: 1 if layer.v_cache is layer.k_cache else 2]:
                 cache.index_copy_(0, index[1], cache.index_select(0, index[0]))

@@ -21,7 +21,7 @@ from batchinfer.attention.context import LayerCache, PagedContext
 from batchinfer.attention.kept_plans import KeptPlans
 from batchinfer.attention.staging import Staging
 from batchinfer.attention.tiles import StepBatch
-from batchinfer.attention.triton import TritonAttention
+from batchinfer.attention.triton import TritonAttention, TritonLatentAttention
 from batchinfer.models import CausalLM
 from batchinfer.runner.batch import StepBatches
 
@@ -71,7 +71,7 @@ class DecodeGraphs:
         model: CausalLM,
         *,
         layers: Sequence[LayerCache],
-        backends: Sequence[TritonAttention],
+        backends: Sequence[TritonAttention | TritonLatentAttention],
         device: torch.device,
         max_rows: int,
         max_len: int,

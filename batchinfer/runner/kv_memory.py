@@ -41,7 +41,7 @@ class KVLayout:
 
 def bytes_per_block(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block in every layer of every group."""
-    return block_size * sum(2 * spec.num_kv_heads * kv_bytes(spec.head_dim, dtype) for spec in specs)
+    return block_size * sum(spec.rows_per_token * kv_bytes(spec.head_dim, dtype) for spec in specs)
 
 
 def free_memory(device: torch.device) -> int:

@@ -25,6 +25,7 @@ from batchinfer.attention.tiles import product_tiles
 from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError, OutOfMemory
 from batchinfer.modelfiles import ModelFiles
+from batchinfer.modelfiles.deepseek_config import DeepseekConfig, is_latent
 from batchinfer.modelfiles.supported import architecture_of
 from batchinfer.models import CausalLM, load_model
 from batchinfer.models.dtype import DTYPES, KV_CACHE_DTYPES
@@ -212,10 +213,11 @@ def _make_graphs(
     max_len: int,
 ) -> DecodeGraphs:
     """Of Triton's backends. In the interpreter nothing is recorded: the calls are made again."""
-    from batchinfer.attention.triton import TritonAttention  # imports triton, which need not be there
+    # These import triton, which need not be there.
+    from batchinfer.attention.triton import TritonAttention, TritonLatentAttention
     from batchinfer.runner.graphs import CudaCapture, DecodeGraphs, rerun
 
-    kept = [backend for backend in backends if isinstance(backend, TritonAttention)]
+    kept = [backend for backend in backends if isinstance(backend, TritonAttention | TritonLatentAttention)]
     assert len(kept) == len(backends)
     return DecodeGraphs(
         model,
@@ -304,24 +306,39 @@ def _linear_in_c(files: ModelFiles, arithmetic: Arithmetic) -> bool:
 
 
 def _probe(files: ModelFiles, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> RowFacts:
+    if is_latent(files.config):
+        at = DeepseekConfig.from_config(architecture_of(files.config), files.config)
+        return _find_rule(
+            at.product_shapes(), config, device, dtype, head_dim=at.row_size, num_heads=at.num_heads, num_kv_heads=1
+        )
+
     def size(key: str, default: int) -> int:
         value = files.config.get(key)
         return value if isinstance(value, int) and value > 0 else default
 
     hidden, heads = size("hidden_size", 64), size("num_attention_heads", 1)
     inner, head_dim = size("intermediate_size", 4 * hidden), size("head_dim", hidden // heads)
-    group = max(1, heads // size("num_key_value_heads", heads))
+    kv_heads = size("num_key_value_heads", heads)
     q_size = heads * head_dim
     shapes = [(2 * inner, hidden), (hidden, inner)] + [(hidden, q_size)] * (q_size != hidden)
     if expert := size("moe_intermediate_size", inner if "num_local_experts" in files.config else 0):
         shapes += [(2 * expert, hidden), (hidden, expert), (64, hidden)]  # the last of routers
-    tiles = partial(
-        product_tiles,
-        head_dim=head_dim,
-        group=group,
-        split_size=config.split_size,
-        block_size=config.block_size,
-    )
+    return _find_rule(shapes, config, device, dtype, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads)
+
+
+def _find_rule(
+    shapes: list[tuple[int, int]],
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> RowFacts:
+    group = max(1, num_heads // num_kv_heads)
+    sizes = {"split_size": config.split_size, "block_size": config.block_size}
+    tiles = partial(product_tiles, head_dim=head_dim, group=group, num_kv_heads=num_kv_heads, **sizes)
     return find_row_rule(shapes, attention=lambda rule: tiles(rule=rule), dtype=dtype, device=str(device))
 
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every llama-family member, written without a hub: a folder that any Hugging Face tool opens.
+"""Tiny checkpoints of every family's members, written without a hub: a folder that any Hugging Face tool opens.
 
 Responsible for: `make_tiny` (safetensors, config, byte-level tokenizer, chat template; whole in a tenth of a
 second) and the tensors behind it. GGUF files of the same weights are `tiny_gguf`'s. Weights are random but drawn
@@ -61,6 +61,27 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+}
+_DEEPSEEK_YARN = {
+    "type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 # What differs from `_BASE`, by the member's name.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -106,6 +127,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe",
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
+    },
+    "deepseek-v2": {
+        **_DEEPSEEK,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "n_shared_experts": 2,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+    "deepseek-v3": {
+        **_DEEPSEEK,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 32,
+        "v_head_dim": 12,
+        "rope_scaling": _DEEPSEEK_YARN,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
     },
 }
 
@@ -194,13 +239,30 @@ def tensor_draws(config: Mapping[str, Any]) -> dict[str, Draw]:
     def router(rows: int) -> Draw:
         return normal(rows, hidden, std=2 * hidden**-0.5)
 
+    def latent_attention(at: str) -> None:
+        plain, rotated, value = (config[f"{part}_head_dim"] for part in ("qk_nope", "qk_rope", "v"))
+        rank, q_rank, q_size = config["kv_lora_rank"], config["q_lora_rank"], heads * (plain + rotated)
+        if q_rank is None:
+            linear(f"{at}.q_proj", q_size, hidden, False)
+        else:
+            linear(f"{at}.q_a_proj", q_rank, hidden, False)
+            tensors[f"{at}.q_a_layernorm.weight"] = normal(q_rank, std=0.1, mean=1.0)
+            linear(f"{at}.q_b_proj", q_size, q_rank, False)
+        linear(f"{at}.kv_a_proj_with_mqa", rank + rotated, hidden, False)
+        tensors[f"{at}.kv_a_layernorm.weight"] = normal(rank, std=0.1, mean=1.0)
+        linear(f"{at}.kv_b_proj", heads * (plain + value), rank, False)
+        linear(f"{at}.o_proj", hidden, heads * value, False)
+
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}"
         tensors[f"{at}.input_layernorm.weight"] = normal(hidden, std=0.1, mean=1.0)
-        linear(f"{at}.self_attn.q_proj", heads * head_dim, hidden, qkv_bias)
-        linear(f"{at}.self_attn.k_proj", kv_heads * head_dim, hidden, qkv_bias)
-        linear(f"{at}.self_attn.v_proj", kv_heads * head_dim, hidden, qkv_bias)
-        linear(f"{at}.self_attn.o_proj", hidden, heads * head_dim, o_bias)
+        if kind.startswith("deepseek"):
+            latent_attention(f"{at}.self_attn")
+        else:
+            linear(f"{at}.self_attn.q_proj", heads * head_dim, hidden, qkv_bias)
+            linear(f"{at}.self_attn.k_proj", kv_heads * head_dim, hidden, qkv_bias)
+            linear(f"{at}.self_attn.v_proj", kv_heads * head_dim, hidden, qkv_bias)
+            linear(f"{at}.self_attn.o_proj", hidden, heads * head_dim, o_bias)
         if kind in ("qwen3", "qwen3_moe"):
             tensors[f"{at}.self_attn.q_norm.weight"] = normal(head_dim, std=0.1, mean=1.0)
             tensors[f"{at}.self_attn.k_norm.weight"] = normal(head_dim, std=0.1, mean=1.0)
@@ -212,9 +274,14 @@ def tensor_draws(config: Mapping[str, Any]) -> dict[str, Draw]:
                 for name, sizes in {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}.items():
                     linear(f"{at}.experts.{expert}.{name}", *sizes, False)
         elif _is_sparse(config, i):
-            tensors[f"{at}.mlp.gate.weight"] = router(config["num_experts"])
-            for expert in range(config["num_experts"]):
+            num_experts = config["num_experts" if "num_experts" in config else "n_routed_experts"]
+            tensors[f"{at}.mlp.gate.weight"] = router(num_experts)
+            for expert in range(num_experts):
                 mlp(f"{at}.mlp.experts.{expert}", config["moe_intermediate_size"])
+            if config.get("n_shared_experts"):
+                mlp(f"{at}.mlp.shared_experts", config["n_shared_experts"] * config["moe_intermediate_size"])
+            if kind == "deepseek_v3":
+                tensors[f"{at}.mlp.gate.e_score_correction_bias"] = normal(num_experts, std=0.1)
             if kind == "qwen2_moe":
                 mlp(f"{at}.mlp.shared_expert", config["shared_expert_intermediate_size"])
                 tensors[f"{at}.mlp.shared_expert_gate.weight"] = router(1)
@@ -227,8 +294,8 @@ def tensor_draws(config: Mapping[str, Any]) -> dict[str, Draw]:
 
 
 def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
-    """Of Qwen's mixtures of experts."""
-    if "moe_intermediate_size" not in config:
+    """Of Qwen's and DeepSeek's mixtures of experts."""
+    if "moe_intermediate_size" not in config or layer < config.get("first_k_dense_replace", 0):
         return False
     dense = config.get("mlp_only_layers") or []
     return (layer + 1) % config.get("decoder_sparse_step", 1) == 0 and layer not in dense

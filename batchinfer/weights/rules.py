@@ -1,7 +1,7 @@
 """Which stored tensor belongs to which parameter: explicit rules, strict both ways.
 
-A model's file lists `Rule`s and `Ignore`s; `match` holds them against a checkpoint. Each stored tensor matches
-exactly one of them, each part of each parameter is filled by exactly one tensor; anything else is a WeightError
+A model's file lists `Rule`s and `Ignore`s; `match` holds them against a checkpoint. Each stored tensor is ignored or
+matches exactly one rule, each part of each parameter is filled by exactly one tensor; anything else is a WeightError
 that lists both sides. Reading the tensors is `loading`'s.
 """
 
@@ -18,6 +18,7 @@ from batchinfer.modelfiles import StoredTensor
 
 MAX_LISTED = 12
 _KIND = ".{kind}"
+_PLACES = {"i": "[0-9]+", "rest": ".+"}
 
 
 class WeightError(ModelError):
@@ -44,7 +45,8 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ignore:
-    """Stored tensors that are left alone on purpose, and why."""
+    """Stored tensors that are left alone on purpose, and why, also where a rule matches them: a parameter that is
+    then not filled is an error. `{rest}` stands for any end of a name."""
 
     stored: str
     reason: str
@@ -56,7 +58,7 @@ Part = tuple[str, str]  # parameter's name in the model, part of it ("" where it
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     def group(match: re.Match[str]) -> str:
         name = match[1]
-        return f"(?P<{name}>{'[0-9]+' if name == 'i' else '[a-z0-9_]+'})"
+        return f"(?P<{name}>{_PLACES.get(name, '[a-z0-9_]+')})"
 
     escaped = re.escape(pattern).replace(r"\{", "{").replace(r"\}", "}")
     return re.compile(re.sub(r"\{([a-z_]+)\}", group, escaped))
@@ -78,12 +80,11 @@ def match(
     unknown: list[str] = []
     doubled: list[str] = []
     for name in stored_names:
-        hits = [(hit, rule) for pattern, rule in compiled if (hit := pattern.fullmatch(name))]
-        is_ignored = any(pattern.fullmatch(name) for pattern in ignored)
-        if len(hits) + is_ignored > 1:
-            raise AssertionError(f"{name!r} matches several rules: {[rule.stored for _, rule in hits]}")
-        if is_ignored:
+        if any(pattern.fullmatch(name) for pattern in ignored):
             continue
+        hits = [(hit, rule) for pattern, rule in compiled if (hit := pattern.fullmatch(name))]
+        if len(hits) > 1:
+            raise AssertionError(f"{name!r} matches several rules: {[rule.stored for _, rule in hits]}")
         if not hits:
             unknown.append(name)
             continue

@@ -156,7 +156,8 @@ def attend_tiles(
 
     Legend: N tiles, Hk KV heads, M query rows of a tile and KV head, Q queries of a tile, W slots covered.
     q           float32 [T * Hq, D], scaled; turned where the caches are int8
-    caches      [B, Hk, S, D], or rows int8 [B, Hk, S, R] as in `kv8`; R = D elsewhere
+    caches      [B, Hk, S, D], or rows int8 [B, Hk, S, R] as in `kv8`; R = D elsewhere. Where both are the same tensor,
+                keys are their own values, and gathered once
     query_rows  int64 [N * Hk * M], rows of q
     block_rows  int64 [N * Hk * W / S], block * Hk + head
     hidden      bool [N, 1, Q, 1, W], True where a query may not see a slot
@@ -171,7 +172,8 @@ def attend_tiles(
 
     torch.index_select(k_cache.view(-1, block_size * row_size), 0, block_rows, out=gathered)
     queries = q.index_select(0, query_rows).view(batch, -1, q.shape[1])
-    scores = torch.bmm(queries, _numbers(gathered.view(shape)).transpose(1, 2))
+    rows = _numbers(gathered.view(shape))
+    scores = torch.bmm(queries, rows.transpose(1, 2))
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     num_queries = hidden.shape[2]
@@ -183,8 +185,10 @@ def attend_tiles(
     # multiple of SUM_WIDTH has one width only, see `attention.tiles`.)
     piece = math.gcd(width, SUM_WIDTH)
     total = weights.view(batch, -1, width // piece, piece).sum(-1).sum(-1, True)
-    torch.index_select(v_cache.view(-1, block_size * row_size), 0, block_rows, out=gathered)
-    result = torch.bmm(weights, _numbers(gathered.view(shape)))
+    if v_cache is not k_cache:
+        torch.index_select(v_cache.view(-1, block_size * row_size), 0, block_rows, out=gathered)
+        rows = _numbers(gathered.view(shape))
+    result = torch.bmm(weights, rows)
     torch.div(result, total.clamp(min=1.0), out=out.view(result.shape))
     if lse is not None:
         torch.add(top, total.log_(), out=lse.view(top.shape))

@@ -73,11 +73,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, rule: RowRule) -> Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTiles:
-    """Products of attention: row counts of its tiles and widths of a split, both ascending (see attention.plan)."""
+    """Products of attention: row counts of its tiles and widths of a split, both ascending (see attention.plan).
+    `single`: there is one KV head, so that one tile may be all of a batched product."""
 
     head_dim: int
     row_counts: tuple[int, ...]
     widths: tuple[int, ...]
+    single: bool = False
 
 
 def find_row_rule(
@@ -130,7 +132,7 @@ def _attention_holds(tiles: AttentionTiles, threads: tuple[int, ...], device: st
         alone = count == 1
         for m in tiles.row_counts if alone else {rows, tiles.row_counts[0]}:
             for w in tiles.widths if alone else {width, tiles.widths[0]}:
-                for batch in (1, 3) if alone else (3,):
+                for batch in (1, 3) if alone or tiles.single else (3,):
                     got = torch.bmm(queries[:batch, :m], keys[:batch, :w].transpose(1, 2))
                     if not torch.equal(got, scores[:batch, :m, :w]):
                         return False

@@ -54,10 +54,11 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     per step by the model, not per layer); R <= D, what is beyond R passes unchanged. May overwrite q and k: use only
     what is returned.
     """
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rope` of x [T, heads, D] alone."""
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = _wide(x[..., :half]), _wide(x[..., half : 2 * half])

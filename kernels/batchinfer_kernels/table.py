@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchinfer_kernels import cpu, experts, formats, reference, triton_outlook
+from batchinfer_kernels import cpu, experts, formats, mla, reference, triton_outlook
 from batchinfer_kernels.experts import ExpertOps
 from batchinfer_kernels.formats import FormatOps
 from batchinfer_kernels.int8 import Int8Ops, ReferenceInt8
+from batchinfer_kernels.mla import LatentOps
 from batchinfer_kernels.native import library, rope
 from batchinfer_kernels.native.decoder import NativeDecoder
 from batchinfer_kernels.native.int8 import NativeInt8
@@ -50,6 +51,7 @@ class Ops:
     experts   routers and sums of layers of experts
     formats   of weights in GPUs' formats; None where there are no products with such
     turns     whether attention of this backend norms heads and rotates them itself, told by a `turning.Turning`
+    latent    what stands around latent attention
     sampling  how tokens are chosen where the logits lie; None where the host chooses them
     """
 
@@ -63,6 +65,7 @@ class Ops:
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     kv_write: KVWrite
+    latent: LatentOps
     int8: Int8Ops
     decoder: type[NativeDecoder] | None
     experts: ExpertOps
@@ -101,6 +104,7 @@ def resolve(
             rope=reference.rope,
             silu_and_mul=reference.silu_and_mul,
             kv_write=reference.kv_write,
+            latent=mla.REFERENCE,
             int8=ReferenceInt8(rows),
             decoder=None,
             experts=experts.REFERENCE,
@@ -125,6 +129,7 @@ def resolve(
         rope=rope.rope if backend == "native" else cpu.rope,
         silu_and_mul=cpu.silu_and_mul,
         kv_write=cpu.kv_write,
+        latent=mla.make_latent_ops(rows),
         int8=NativeInt8() if backend == "native" else ReferenceInt8(rows),
         decoder=NativeDecoder if backend == "native" else None,
         experts=cpu.EXPERTS,

@@ -117,6 +117,7 @@ def test_fake_rows_do_not_depend_on_anything_else(
 
 MAX_MODEL_LEN = 96
 FAMILIES = ["llama", "qwen3", "smollm", "qwen2-moe"]
+LATENT = "deepseek-v3"
 # What differs between arithmetics; rows of one are compared with rows of the same.
 ARITHMETICS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -130,7 +131,7 @@ ARITHMETICS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("tiny")
-    return {family: make_tiny(folder / family, family) for family in FAMILIES}
+    return {family: make_tiny(folder / family, family) for family in [*FAMILIES, LATENT]}
 
 
 def tiny_engine(model: Path, arithmetic: str = "float32", *, pool_blocks: int = 300, **options: Any) -> Engine:
@@ -191,6 +192,27 @@ def test_rows_of_a_model_do_not_depend_on_the_batch(
     assert (engine.stats().num_cached_tokens > 0) == cache
 
 
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(
+    ("arithmetic", "max_num_seqs", "budget"),
+    [("float32", 64, 16), ("float32", 3, 512), ("int8", 3, 16), ("int8", 64, 512), ("int8 reference", 7, 24)],
+)
+def test_rows_of_latent_attention_do_not_depend_on_the_batch(
+    tiny_models: dict[str, Path],
+    one_at_a_time: Callable[[str, str], Result],
+    arithmetic: str,
+    max_num_seqs: int,
+    budget: int,
+    cache: bool,
+) -> None:
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "enable_prefix_caching": cache}
+    engine = tiny_engine(tiny_models[LATENT], arithmetic, num_threads=2, **options)
+    found = results(engine, tiny_rows())
+    torch.set_num_threads(1)
+    assert differing(one_at_a_time(LATENT, arithmetic), found) == []
+    assert (engine.stats().num_cached_tokens > 0) == cache
+
+
 @pytest.mark.parametrize("arithmetic", [name for name in ARITHMETICS if name != "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_members_in_int8_do_not_depend_on_the_batch(
@@ -206,7 +228,8 @@ def test_members_in_int8_do_not_depend_on_the_batch(
 @pytest.mark.parametrize(
     ("family", "arithmetic", "block_size", "pool_blocks"),
     [
-        *((family, "float32", 4, 28) for family in FAMILIES),
+        *((family, "float32", 4, 28) for family in [*FAMILIES, LATENT]),
+        (LATENT, "int8", 16, 6),
         ("llama", "int8", 16, 6),
         ("smollm", "int8", 4, 28),
         ("llama", "int8, KV bfloat16", 16, 6),

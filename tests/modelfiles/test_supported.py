@@ -21,7 +21,7 @@ from batchinfer.models.registry import ARCHITECTURES as BUILT
 from batchinfer.testing.tiny import FAMILIES, make_tiny
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["DeepseekV3ForCausalLM"]}, r"DeepseekV3ForCausalLM is not supported; supported are Llama"),
+    ({"architectures": ["Gemma3ForCausalLM"]}, r"Gemma3ForCausalLM is not supported; supported are .*LlamaFor"),
     ({"architectures": None}, "architecture none"),
     ({"num_hidden_layers": "2"}, "num_hidden_layers .* positive integer, got '2'"),
     ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, "'ntk' is not supported"),

@@ -221,26 +221,26 @@ class Maker:
         """Latent attention of one layer, decoding."""
         at = self.sizes.latent
         width = at.rank + at.rotary_dim
+        spec = AttentionSpec(num_heads=at.heads, num_kv_heads=1, head_dim=width, scale=width**-0.5, latent_rank=at.rank)
         backend = TritonLatentAttention(
-            at.heads,
-            at.rank,
-            at.rotary_dim,
+            spec,
             block_size=self.sizes.block_size,
             split_size=self.sizes.split_size,
             device=self.device,
             kv_dtype=self.sizes.dtype,
         )
         batch, num_blocks = step_batch([context - 1] * seqs, [1] * seqs, self.sizes.block_size)
-        cache = backend.new_cache(num_blocks).normal_()
+        caches = backend.new_caches(num_blocks)
+        caches[0].normal_()
         plan = backend.plan(batch)
         q, latents, rotated = (
             self.normal(seqs, at.heads, width),
-            self.normal(seqs, at.rank),
-            self.normal(seqs, at.rotary_dim),
+            self.normal(seqs, 1, at.rank),
+            self.normal(seqs, 1, at.rotary_dim),
         )
         return Work(
-            run=lambda: backend.run(q, latents, rotated, cache, plan, scale=width**-0.5),
-            num_bytes=seqs * context * width * cache.itemsize + 2 * q.nbytes,
+            run=lambda: backend.run(q, rotated, latents, *caches, plan, spec=spec),
+            num_bytes=seqs * context * width * caches[0].itemsize + 2 * q.nbytes,
             operations=2.0 * seqs * context * at.heads * (width + at.rank),
         )
 

@@ -50,6 +50,7 @@ MODULES = (
     "merge",
     "kv_store",
     "mla",
+    "mla_heads",
     "routing",
     "experts",
 )

@@ -48,6 +48,11 @@ def launch_config(device: torch.device) -> Config:
     return config(KIND, DEFAULTS, device)
 
 
+def takes(rank: int, turned: int) -> bool:
+    """Whether there can be attention to latents of so many numbers with so many rotated ones."""
+    return all(n >= 16 and n == triton.next_power_of_2(n) for n in (rank, turned))
+
+
 @triton.jit(do_not_specialize=["table_width"])  # which differs from step to step
 def _latent_attention(
     q_ptr,  # [T, H, C + R]
@@ -133,7 +138,7 @@ def attend(
     width = q.shape[2]
     assert q.is_contiguous() and cache.is_contiguous() and out.is_contiguous() and q.dtype == cache.dtype
     assert q.shape[:2] == out.shape[:2] and cache.shape[2] == width
-    assert all(n >= 16 and n == triton.next_power_of_2(n) for n in (rank, width - rank))
+    assert takes(rank, width - rank)
     check_partial(plan, partial, log_sums, heads, rank)
     launch: dict[str, Any] = dict(launch_config(q.device))
     for tiles in plan.groups:

@@ -15,10 +15,11 @@ from batchinfer_kernels import cpu, reference
 from batchinfer_kernels.experts import ExpertOps
 from batchinfer_kernels.formats import FormatOps, Quantized
 from batchinfer_kernels.int8 import ReferenceInt8
+from batchinfer_kernels.mla import LatentOps
 from batchinfer_kernels.probe import STRICT
 from batchinfer_kernels.sampling import SamplingOps
 from batchinfer_kernels.table import Ops
-from batchinfer_kernels.triton import lm_head, routing, sampling
+from batchinfer_kernels.triton import lm_head, mla_heads, routing, sampling
 from batchinfer_kernels.triton.activations import activation, activation_quantized
 from batchinfer_kernels.triton.linear import linear
 from batchinfer_kernels.triton.linear_fp8 import linear_fp8
@@ -45,6 +46,7 @@ def make_ops(device: torch.device, *, deterministic: bool) -> Ops:
         rope=reference.rope,
         silu_and_mul=_silu_and_mul,
         kv_write=reference.kv_write,
+        latent=LatentOps(absorb=mla_heads.absorb, expand=mla_heads.expand),
         int8=ReferenceInt8(STRICT),
         decoder=None,
         experts=ExpertOps(

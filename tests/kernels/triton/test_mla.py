@@ -7,13 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from batchinfer_kernels import mla, reference
+from batchinfer_kernels.triton import mla_heads
 from batchinfer_kernels.triton.attention import TilePlan
 from batchinfer_kernels.triton.mla import store
 from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
+from batchinfer.attention.spec import AttentionSpec
 from batchinfer.attention.tiles import StepBatch
 from batchinfer.attention.triton import TritonLatentAttention
+from batchinfer.errors import ConfigError
 from tests.kernels.triton.accuracy import check_close
 from tests.kernels.triton.device import DEVICE, HOST, ON_GPU, ROWS, WIDE
 from tests.kernels.triton.paged import BLOCK, SPLIT, batch_of, normal
@@ -27,10 +30,15 @@ class Latents:
 
     def __init__(self, heads: int, dtype: torch.dtype = WIDE, rank: int = RANK, turned: int = TURNED) -> None:
         self.heads, self.rank, self.turned, self.dtype = heads, rank, turned, dtype
-        self.backend = TritonLatentAttention(
-            heads, rank, turned, block_size=BLOCK, split_size=SPLIT, device=DEVICE, kv_dtype=dtype
+        self.spec = AttentionSpec(
+            num_heads=heads, num_kv_heads=1, head_dim=rank + turned, scale=SCALE, latent_rank=rank
         )
-        self.cache = self.backend.new_cache(60).fill_(torch.nan)
+        self.backend = TritonLatentAttention(
+            self.spec, block_size=BLOCK, split_size=SPLIT, device=DEVICE, kv_dtype=dtype
+        )
+        self.cache, same = self.backend.new_caches(60)
+        assert same is self.cache
+        self.cache.fill_(torch.nan)
 
     def inputs(self, length: int, seed: int = 0) -> list[Tensor]:
         """Queries, latents and rotated parts; the latter two parts of one product."""
@@ -40,7 +48,8 @@ class Latents:
 
     def run(self, inputs: list[Tensor], start: list[int], lengths: list[int], tables: list[list[int]]) -> Tensor:
         plan = self.plan(batch_of(start, lengths, tables))
-        return self.backend.run(*inputs, self.cache, plan, scale=SCALE)
+        q, latents, rotated = inputs
+        return self.backend.run(q, rotated[:, None], latents[:, None], self.cache, self.cache, plan, spec=self.spec)
 
     def plan(self, batch: StepBatch) -> TilePlan:
         with HOST:  # where plans are made
@@ -174,3 +183,30 @@ def test_the_store_leaves_out_tokens_without_a_slot() -> None:
     around[1, [0, 2]] = torch.nan
     around[1, 3] = torch.nan  # cleared, as the end of a fresh block
     assert around.isnan().all()
+
+
+def test_sizes_that_tiles_can_not_have_are_refused() -> None:
+    for rank, turned in ((48, 16), (32, 8)):
+        with pytest.raises(ConfigError, match=f"latents have {rank} numbers and rotated parts {turned}"):
+            Latents(4, rank=rank, turned=turned)
+
+
+@pytest.mark.parametrize("dtype", ROWS)
+@pytest.mark.parametrize("pairs", [True, False])
+def test_absorbing_and_expanding_against_the_reference(dtype: torch.dtype, pairs: bool) -> None:
+    """Tokens of a block and one more, which lie apart; outputs and depths that are no multiples of a block."""
+    tokens, heads, plain, value = 65, 3, 24, 20
+    both = normal(tokens, heads * (plain + TURNED) + 8, seed=1, dtype=dtype)
+    q = both[:, : heads * (plain + TURNED)].view(tokens, heads, plain + TURNED)
+    up, down = normal(heads, 136, plain, seed=2, dtype=dtype), normal(heads, value, 136, seed=3, dtype=dtype)
+    angles = torch.arange(tokens)[:, None] * torch.rand(TURNED // 2)
+    cos, sin = angles.cos(), angles.sin()
+    found = mla_heads.absorb(q, up, cos, sin, pairs=pairs)
+    check_close(found, lambda as_type: mla.absorb(as_type(q), as_type(up), cos, sin, pairs=pairs))
+    for first, last in ((0, 1), (3, 40), (64, 65)):
+        part = mla_heads.absorb(q[first:last], up, cos[first:last], sin[first:last], pairs=pairs)
+        assert torch.equal(part, found[first:last])
+    latents = normal(tokens, heads, 136, seed=4, dtype=dtype)
+    found = mla_heads.expand(latents, down)
+    check_close(found, lambda as_type: mla.expand(as_type(latents), as_type(down)))
+    assert torch.equal(mla_heads.expand(latents[7:9], down), found[7:9])
