@@ -225,8 +225,6 @@ class TiledAttention:
 class TiledLatentAttention(TiledAttention):
     """Latent attention of layers with equal head counts, over caches [B, 1, S, C + R]: see `batchinfer_kernels.mla`."""
 
-    name = "tiled, latent"
-
     def new_caches(self, num_blocks: int) -> tuple[Tensor, Tensor]:
         cache, _ = super().new_caches(num_blocks)
         return cache, cache

@@ -184,7 +184,7 @@ class TritonAttention:
 class TritonLatentAttention:
     """Latent attention (`batchinfer_kernels.mla`) of layers with equal head counts: absorbed queries, one cache."""
 
-    name = "triton, latent"
+    name = "triton"
 
     def __init__(
         self,

@@ -158,8 +158,10 @@ def _experts(architecture: str, config: Mapping[str, Any], num_layers: int) -> t
     for key, known in (("scoring_func", (scoring,)), ("topk_method", methods)):
         value = config.get(key)
         if value is not None and value not in known:
-            words = " or ".join(known)
-            raise ModelError(f"{key} {value!r} in the model's config is not supported for {architecture}; use {words}")
+            words = ", ".join(known)
+            raise ModelError(
+                f"{key} {value!r} in the model's config is not supported for {architecture}; supported: {words}"
+            )
     # Without groups whatever n_group says.
     limited = is_v3 or config.get("topk_method") == "group_limited_greedy"
     inner = whole(config, "moe_intermediate_size")

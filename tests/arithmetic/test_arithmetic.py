@@ -22,9 +22,14 @@ INTERPRETER = replace(OLDER, triton_on_cpu=None)
 
 
 def resolved(
-    machine: Machine, *, stored: str = "bfloat16", quantized: dict[str, Any] | None = None, **options: Any
+    machine: Machine,
+    *,
+    stored: str = "bfloat16",
+    quantized: dict[str, Any] | None = None,
+    architecture: str = "LlamaForCausalLM",
+    **options: Any,
 ) -> Arithmetic:
-    config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": stored, "quantization_config": quantized}
+    config = {"architectures": [architecture], "torch_dtype": stored, "quantization_config": quantized}
     files = ModelFiles(
         name="m", kind="hf", root=Path("m"), config=config, tokenizer=TokenizerFiles(kind="tokenizer_json")
     )
@@ -242,3 +247,34 @@ def test_this_machine() -> None:
     found = this_machine()
     assert found.product_level.startswith(found.vector_level)
     assert found.obstacle is not None or found.product_level.startswith("avx512_")
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "expected"),
+    [
+        (SUITED, {}, ("float32", "int8", "bfloat16", "native", "avx512_bf16")),
+        (SUITED, {"kv_cache_dtype": "float32"}, ("float32", "int8", "float32", "native", "avx512_bf16")),
+        (SUITED, {"quantization": "none"}, ("float32", "none", "float32", "native", "avx512_bf16")),
+        (SUITED, {"dtype": "bfloat16"}, ("bfloat16", "none", "bfloat16", "native", "avx512_bf16")),
+        (NO_COMPILER, {"quantization": "int8"}, ("float32", "int8", "float32", "cpu", "avx512_vnni")),
+        (H200, {"device": "cuda"}, ("bfloat16", "none", "bfloat16", "triton", "sm_90")),
+        (H200, {"device": "cuda", "quantization": "fp8"}, ("bfloat16", "fp8", "bfloat16", "triton", "sm_90")),
+    ],
+)
+def test_latent_attention_has_no_cache_in_int8(
+    machine: Machine, options: dict[str, str], expected: tuple[str, ...]
+) -> None:
+    for architecture in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"):
+        assert values(resolved(machine, architecture=architecture, **options)) == expected
+    with pytest.raises(ConfigError, match=r"model\.kv_cache_dtype int8: the model has latent attention"):
+        resolved(machine, architecture="DeepseekV3ForCausalLM", **{**options, "kv_cache_dtype": "int8"})
+
+
+def test_latent_attention_of_triton_has_a_cache_of_the_models_type() -> None:
+    model = {"architecture": "DeepseekV3ForCausalLM", "device": "cuda"}
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype float16: with engine\.kernels triton .* model's dtype, bfloat"
+    ):
+        resolved(H200, kv_cache_dtype="float16", **model)
+    assert resolved(H200, kv_cache_dtype="float16", dtype="float16", **model).kernels == "triton"
+    assert resolved(H200, kv_cache_dtype="float16", kernels="cpu", **model).kv_cache_dtype == "float16"

@@ -163,8 +163,11 @@ def test_numbers_that_turn_together_are_neighbours_unless_v3_says_not(
         ({"rope_scaling": {**YARN, "mscale": None}}, "mscale 0.0 and mscale_all_dim 0.707"),
         ({"first_k_dense_replace": ...}, "first_k_dense_replace .* at least 0, got None"),
         ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
-        ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' .* not supported for DeepseekV2ForCausalLM; use softmax"),
-        ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' .*; use greedy or group_limited_greedy"),
+        (
+            {"scoring_func": "sigmoid"},
+            "scoring_func 'sigmoid' .* not supported for DeepseekV2ForCausalLM; supported: softmax",
+        ),
+        ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' .*; supported: greedy, group_limited_greedy"),
         ({"norm_topk_prob": True, "routed_scaling_factor": 2.0}, "norm_topk_prob with routed_scaling_factor 2.0"),
         ({"num_experts_per_tok": 65}, "num_experts_per_tok 65 is more than the 64"),
         ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers .* at least 0"),

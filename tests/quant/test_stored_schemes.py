@@ -108,6 +108,20 @@ def test_weights_are_those_that_were_stored(
         assert layer.weights.params.keys() >= ({"weight"} if key == "lm_head" else names), key
 
 
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fp8-channel", "w8a8"])
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_projections_that_are_absorbed_are_what_was_stored(tmp_path: Path, name: str, kernels: str) -> None:
+    """Of latent attention, and all else beside it; the rows of a block are of several heads."""
+    folder = make_tiny(tmp_path / "tiny", "deepseek-v3", num_hidden_layers=2, q_lora_rank=128, qk_nope_head_dim=40)
+    expected = dict(loaded(twin(folder, quantize_folder(folder, name)), "none").named_parameters())
+    check_supported(open_model(str(folder)))
+    found = dict(loaded(folder, SCHEMES[name], kernels).named_parameters())
+    up = [key for key in expected if ".kv_up." in key]
+    assert len(up) == 4 and expected[up[0]].shape == (4, 32, 40)
+    for key in expected if kernels == "cpu" else up:
+        assert torch.equal(found[key], expected[key]), key
+
+
 @pytest.mark.parametrize("g_idx", ["zeros", "in turn", "shuffled"])
 def test_groups_are_what_g_idx_says(tmp_path: Path, g_idx: str) -> None:
     """Whatever desc_act says; zeros stand there where nothing was said."""

@@ -33,6 +33,17 @@ def test_blocks_are_copied_in_the_layers_of_their_group(shape: tuple[int, ...], 
         assert torch.equal(layer.v_cache, cache(2 * i + 1)[came_from[layer.group]])
 
 
+def test_a_cache_that_is_keys_and_values_is_copied_once() -> None:
+    """A second copy would read what the first one wrote."""
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=4, scale=0.5, latent_rank=3)
+    before = torch.arange(24.0).view(3, 2, 4)
+    cache = before.clone()
+    copy_blocks(
+        [LayerCache(group=0, spec=spec, k_cache=cache, v_cache=cache)], [BlockCopy(0, 0, 1), BlockCopy(0, 1, 2)]
+    )
+    assert torch.equal(cache, before[[0, 0, 1]])
+
+
 @pytest.mark.skipif(library.available() is not None, reason="needs the native kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("threads", [1, 3])

@@ -88,6 +88,32 @@ def test_a_plan_says_the_bytes_that_blocks_take(dtype: str, num_kv_heads: int) -
     )
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_latents_have_one_row_for_a_token_in_one_cache(kernels: str) -> None:
+    config: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    specs = [AttentionSpec(num_heads=4, num_kv_heads=1, head_dim=40, scale=1.0, latent_rank=32)] * 3
+    layout = KVLayout.of(specs)
+    assert layout == KVLayout(group_of_layer=(0, 0, 0), windows=(None,))
+    device, ops = torch.device("cpu"), resolve(kernels)
+    backend = make_attention(specs[0], ops, kv_dtype=torch.bfloat16, block_size=16, split_size=256, device=device)
+    layers, _ = allocate(specs, layout, [backend], num_blocks=5, block_size=16)
+    assert all(layer.v_cache is layer.k_cache and layer.in_c is None for layer in layers)
+    block_bytes = bytes_per_block(specs, 16, torch.bfloat16)
+    assert sum(layer.k_cache.nbytes for layer in layers) == 5 * block_bytes == 5 * 3 * 16 * 40 * 2
+    shape = ModelShape.from_config(config)
+    assert shape is not None and 16 * shape.kv_bytes_per_token("bfloat16") == block_bytes
+
+
 def test_free_memory_is_a_sensible_number() -> None:
     assert 2**20 < free_memory(torch.device("cpu")) < 2**46
 

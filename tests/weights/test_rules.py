@@ -55,6 +55,17 @@ def test_a_dot_in_a_pattern_is_a_dot() -> None:
         match([*STORED[:2], "normxweight"], PARTS, RULES, IGNORES, where="m")
 
 
+def test_what_is_ignored_is_so_also_where_a_rule_matches() -> None:
+    stored = [*STORED, "a.10.q_proj.weight", "a.10.more.of.it"]
+    with pytest.raises(WeightError, match=r"\(2\): a\.10\.more\.of\.it, a\.10\.q_proj\.weight\n"):
+        match(stored, PARTS, RULES, IGNORES, where="m")
+    further = (*IGNORES, Ignore(stored="a.10.{rest}", reason="another model's"))
+    assert match(stored, PARTS, RULES, further, where="m").keys() == set(STORED[:3])
+    needed = (*IGNORES, Ignore(stored="norm.{rest}", reason="a mistake"))
+    with pytest.raises(WeightError, match=r"in the model, not in the checkpoint \(1\): norm\.weight"):
+        match(STORED, PARTS, RULES, needed, where="m")
+
+
 def test_rules_that_overlap_are_our_bug() -> None:
     rules = (*RULES, Rule(stored="{any}.weight", parameter="other"))
     with pytest.raises(AssertionError, match="matches several rules"):

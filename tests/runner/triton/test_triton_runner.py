@@ -30,11 +30,12 @@ TOGETHER = {"max_num_seqs": 3, "max_num_batched_tokens": 12, "pool_blocks": 7}
 # On a GPU there are no products of float32; what is closest to it.
 HERE: dict[str, Any] = {"device": "cuda", "dtype": "float16"} if ON_GPU else {}
 ALONE = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "pool_blocks": 40, "enable_prefix_caching": False}
-# Small, since the interpreter is slow. Grouped heads; norms of heads and a tied head; sliding windows; biases.
+# Small, since the interpreter is slow. Grouped heads; norms of heads and a tied head; sliding windows; biases; latents.
 SMALL = {"num_hidden_layers": 2, "intermediate_size": 48}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama-bias", SMALL),
     "qwen3-tied": ("qwen3-tied", {**SMALL, "num_key_value_heads": 1}),
+    "latent": ("deepseek-v3", {**SMALL, "qk_rope_head_dim": 16, "first_k_dense_replace": 2}),
     "window": ("mistral", {**SMALL, "num_key_value_heads": 1, "sliding_window": 6}),
 }
 
