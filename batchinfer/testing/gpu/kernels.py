@@ -15,7 +15,7 @@ import torch
 from batchinfer_kernels import fp8, mxfp4, w4
 from batchinfer_kernels.activation_formats import quantize
 from batchinfer_kernels.sampling import Drawing
-from batchinfer_kernels.triton import lm_head, routing, sampling
+from batchinfer_kernels.triton import lm_head, mla_heads, routing, sampling
 from batchinfer_kernels.triton import quantize as quantizing
 from batchinfer_kernels.triton.activations import activation, activation_quantized
 from batchinfer_kernels.triton.experts import block_size as experts_block
@@ -244,6 +244,21 @@ class Maker:
             operations=2.0 * seqs * context * at.heads * (width + at.rank),
         )
 
+    def latent_heads(self, rows: int) -> Work:
+        """What stands around it: queries are absorbed, results made of latents."""
+        at = self.sizes.latent
+        q, latents = self.normal(rows, at.heads, at.plain_dim + at.rotary_dim), self.normal(rows, at.heads, at.rank)
+        up = self.normal(at.heads, at.rank, at.plain_dim, std=at.plain_dim**-0.5)
+        down = self.normal(at.heads, at.plain_dim, at.rank, std=at.rank**-0.5)
+        angles = torch.rand(rows, at.rotary_dim // 2, device=self.device)
+        cos, sin = angles.cos(), angles.sin()
+
+        return Work(
+            run=lambda: (mla_heads.absorb(q, up, cos, sin, pairs=True), mla_heads.expand(latents, down)),
+            num_bytes=up.nbytes + down.nbytes + 2 * (q.nbytes + latents.nbytes),
+            operations=4.0 * rows * at.heads * at.rank * at.plain_dim,
+        )
+
 
 def step_batch(
     starts: Sequence[int], lengths: Sequence[int], block_size: int, shared: int = 0
@@ -298,6 +313,8 @@ def cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     yield Case(f"attention {batch} x {context} not deterministic", partial(decoding, deterministic=False))
     yield Case(f"attention.prompts {prompts} x {tokens}", prefilling)
     yield Case(f"attention.prompts {prompts} x {tokens} not deterministic", partial(prefilling, deterministic=False))
+    for rows in (batch, many):
+        yield Case(f"latent_heads {rows}", partial(make.latent_heads, rows))
     yield Case(f"latent_attention {batch} x {sizes.latent_context}", partial(make.latent, batch, sizes.latent_context))
 
 

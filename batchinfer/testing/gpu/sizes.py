@@ -65,6 +65,7 @@ class LatentShape:
     heads: int
     rank: int
     rotary_dim: int
+    plain_dim: int  # of a head's query and key, beside the rotary part; and of its value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,7 @@ WHOLE = Sizes(
         ),
     },
     experts=ExpertsShape(num_experts=128, top=8, hidden=2048, inner=768),  # Qwen3-30B-A3B
-    latent=LatentShape(heads=128, rank=512, rotary_dim=64),  # DeepSeek-V3
+    latent=LatentShape(heads=128, rank=512, rotary_dim=64, plain_dim=128),  # DeepSeek-V3
     latent_context=4096,
     decode_seqs=256,
     decode_context=1024,
@@ -219,7 +220,7 @@ TOY = Sizes(
         "llama-bias", longest=18, new_tokens=4, num_hidden_layers=1, intermediate_size=48, num_key_value_heads=1
     ),
     experts=ExpertsShape(num_experts=4, top=2, hidden=64, inner=32),
-    latent=LatentShape(heads=4, rank=32, rotary_dim=16),
+    latent=LatentShape(heads=4, rank=32, rotary_dim=16, plain_dim=16),
     latent_context=20,
     decode_seqs=2,
     decode_context=12,
