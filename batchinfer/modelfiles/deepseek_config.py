@@ -64,7 +64,9 @@ class DeepseekConfig:
         hidden, inner = self.hidden_size, self.intermediate_size
         q_size = self.num_heads * (self.plain_dim + self.rotated_dim)
         shapes = [(2 * inner, hidden), (hidden, inner), (hidden, self.num_heads * self.value_dim)]
-        shapes += [((self.q_rank or q_size) + self.row_size, hidden)] + [(q_size, self.q_rank)] * bool(self.q_rank)
+        shapes.append(((self.q_rank or q_size) + self.row_size, hidden))
+        if self.q_rank is not None:
+            shapes.append((q_size, self.q_rank))
         shapes += [(self.rank, self.plain_dim), (self.value_dim, self.rank)]
         for experts in dict.fromkeys(experts for experts in self.experts if experts is not None):
             for inner in filter(None, (experts.intermediate_size, experts.shared_size)):
