@@ -16,6 +16,7 @@ from batchinfer_kernels.table import resolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from batchinfer.attention.context import DenseContext
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.layers import Linear
 from batchinfer.modelfiles import open_model
@@ -78,6 +79,14 @@ def meant(layer: Linear) -> Tensor:
     return of_weights(layer.weights, layer.in_features)
 
 
+def logits_of(model: Any) -> Tensor:
+    """Of 30 tokens."""
+    token_ids = torch.arange(30) * 7 % 384
+    ctx = DenseContext(model.attention_specs, len(token_ids))
+    logits: Tensor = model.compute_logits(model.forward(token_ids, torch.arange(len(token_ids)), ctx))
+    return logits
+
+
 def of_weights(weights: LinearWeights, depth: int) -> Tensor:
     if isinstance(weights, W4Weights):
         return weights.linear(torch.eye(depth), None, None).T
@@ -113,9 +122,12 @@ def test_weights_are_those_that_were_stored(
 def test_projections_that_are_absorbed_are_what_was_stored(tmp_path: Path, name: str, kernels: str) -> None:
     """Of latent attention, and all else beside it; the rows of a block are of several heads."""
     folder = make_tiny(tmp_path / "tiny", "deepseek-v3", num_hidden_layers=2, q_lora_rank=128, qk_nope_head_dim=40)
-    expected = dict(loaded(twin(folder, quantize_folder(folder, name)), "none").named_parameters())
+    plain = loaded(twin(folder, quantize_folder(folder, name)), "none", kernels)
     check_supported(open_model(str(folder)))
-    found = dict(loaded(folder, SCHEMES[name], kernels).named_parameters())
+    model = loaded(folder, SCHEMES[name], kernels)
+    wanted, got = logits_of(plain), logits_of(model)
+    assert (got - wanted).abs().mean() < (1e-6 if kernels == "cpu" else 0.2 * wanted.std())  # activations of 8 bits
+    expected, found = (dict(x.named_parameters()) for x in (plain, model))
     up = [key for key in expected if ".kv_up." in key]
     assert len(up) == 4 and expected[up[0]].shape == (4, 32, 40)
     for key in expected if kernels == "cpu" else up:
