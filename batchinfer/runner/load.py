@@ -336,9 +336,14 @@ def _find_rule(
     num_heads: int,
     num_kv_heads: int,
 ) -> RowFacts:
-    group = max(1, num_heads // num_kv_heads)
-    sizes = {"split_size": config.split_size, "block_size": config.block_size}
-    tiles = partial(product_tiles, head_dim=head_dim, group=group, num_kv_heads=num_kv_heads, **sizes)
+    tiles = partial(
+        product_tiles,
+        head_dim=head_dim,
+        group=max(1, num_heads // num_kv_heads),
+        num_kv_heads=num_kv_heads,
+        split_size=config.split_size,
+        block_size=config.block_size,
+    )
     return find_row_rule(shapes, attention=lambda rule: tiles(rule=rule), dtype=dtype, device=str(device))
 
 

@@ -27,7 +27,7 @@ from batchinfer_kernels.probe import RowRule, product
 
 def halves(rotated: Tensor) -> Tensor:
     """[..., R] with the two numbers of each pair next to each other, as (first ones, second ones)."""
-    return rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.unflatten(rotated, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def turn(rotated: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool) -> Tensor:
