@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from batchinfer_kernels import determinism, probe
-from batchinfer_kernels.probe import RULES, RowRule, find_row_rule
+from batchinfer_kernels.probe import RULES, AttentionTiles, RowRule, find_row_rule
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,30 @@ def test_probe_says_when_no_rule_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = find_row_rule([(8, 16)])
     assert not facts.holds
     assert facts.rule == RULES[-1]
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_one_tile_is_tried_with_all_threads_where_it_may_be_alone(
+    monkeypatch: pytest.MonkeyPatch, single: bool
+) -> None:
+    """A BLAS that adds up otherwise where several threads have one product of few rows."""
+    bmm, before = torch.bmm, torch.get_num_threads()
+
+    def other_alone(a, b):  # type: ignore[no-untyped-def]
+        return bmm(a, b) + (1e-3 if len(a) == 1 and a.shape[1] < 16 and torch.get_num_threads() > 1 else 0)
+
+    monkeypatch.setattr(torch, "bmm", other_alone)
+    torch.set_num_threads(2)
+    try:
+        found = find_row_rule(
+            [],
+            attention=lambda rule: AttentionTiles(
+                head_dim=64, row_counts=(rule.padded(1),), widths=(64,), single=single
+            ),
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert found.holds and found.rule.min_rows == (16 if single else 4)
 
 
 @pytest.mark.parametrize("rule", RULES)
