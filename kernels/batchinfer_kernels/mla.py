@@ -76,9 +76,6 @@ def _by_head(x: Tensor, weights: Tensor, linear: Callable[[Tensor, Tensor], Tens
     return torch.stack([linear(rows, weight) for rows, weight in by_head], dim=1)
 
 
-REFERENCE = LatentOps(absorb=absorb, expand=expand)
-
-
 def make_latent_ops(rule: RowRule) -> LatentOps:
     """The same, giving a row the same bytes in every batch."""
 

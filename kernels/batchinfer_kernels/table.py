@@ -104,7 +104,7 @@ def resolve(
             rope=reference.rope,
             silu_and_mul=reference.silu_and_mul,
             kv_write=reference.kv_write,
-            latent=mla.REFERENCE,
+            latent=mla.make_latent_ops(rows),
             int8=ReferenceInt8(rows),
             decoder=None,
             experts=experts.REFERENCE,
