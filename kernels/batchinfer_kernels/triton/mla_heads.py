@@ -59,10 +59,9 @@ def _latent_heads(
             second = tl.load(x[:, None] + (DEPTH + (2 * i + 1 if PAIRS else half + i))[None, :]).to(tl.float32)
             cos = tl.load(cos_ptr + read[:, None] * half + i[None, :])
             sin = tl.load(sin_ptr + read[:, None] * half + i[None, :])
-            at = out[:, None] + OUTPUTS + i[None, :]
-            there = is_token[:, None]
-            tl.store(at, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=there)
-            tl.store(at + half, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=there)
+            turned = out[:, None] + OUTPUTS + i[None, :]
+            tl.store(turned, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=is_token[:, None])
+            tl.store(turned + half, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=is_token[:, None])
             return
 
     output = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
