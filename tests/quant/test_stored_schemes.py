@@ -120,8 +120,8 @@ def test_weights_are_those_that_were_stored(
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fp8-channel", "w8a8"])
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 def test_projections_that_are_absorbed_are_what_was_stored(tmp_path: Path, name: str, kernels: str) -> None:
-    """Of latent attention, and all else beside it; the rows of a block are of several heads."""
-    whole = {"q_lora_rank": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    """Of latent attention, and what is beside it in dense layers; the rows of a block are of several heads."""
+    whole = {"q_lora_rank": 128, "intermediate_size": 256, "first_k_dense_replace": 2}
     folder = make_tiny(tmp_path / "tiny", "deepseek-v3", num_hidden_layers=2, qk_nope_head_dim=40, **whole)
     plain = loaded(twin(folder, quantize_folder(folder, name)), "none", kernels)
     check_supported(open_model(str(folder)))
