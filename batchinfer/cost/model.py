@@ -159,15 +159,15 @@ def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
 _HEAD_DIM = {"qwen3": 128}
 _WINDOW = {"mistral": 4096}
 _FIRST_WINDOWED = 28  # max_window_layers
-_FLAGGED = ("qwen2", "qwen3")  # a window is one only under use_sliding_window
+_FLAGGED = ("qwen2", "qwen3", "qwen2moe", "qwen3moe")  # a window is one only under use_sliding_window
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    """ "qwen3" of Qwen3ForCausalLM, else the model_type; "" where neither is told."""
+    """ "qwen3moe" of Qwen3MoeForCausalLM, else of the model_type qwen3_moe; "" where neither is told."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     known = name.removesuffix("ForCausalLM").lower() if isinstance(name, str) else config.get("model_type")
-    return known if isinstance(known, str) else ""
+    return known.replace("_", "") if isinstance(known, str) else ""
 
 
 def _window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int, float]:

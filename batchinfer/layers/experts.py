@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import torch
 from batchinfer_kernels import experts
+from batchinfer_kernels.experts import GroupedOps
 from torch import Tensor, nn
 
 from batchinfer.layers.maker import LayerMaker
 from batchinfer.layers.mlp import GatedMLP
 from batchinfer.modelfiles.experts_config import ExpertsConfig
+from batchinfer.quant import Stack
 from batchinfer.weights import Part
 
 # A BLAS adds up products with so few outputs in other orders for few rows than for many, unless outputs are a multiple
@@ -86,15 +88,24 @@ class Router(nn.Module):
 class SparseMLP(nn.Module):
     """Experts, and perhaps a shared one, in the place of a `GatedMLP`. `name`: its name in the model.
 
-    Children, for rules of weights: `router`; `experts.N`, gated MLPs; `shared`, one as well (None without).
+    Children, for rules of weights: `router`; `experts.N`, gated MLPs; `shared`, one as well (None without). Experts run
+    one by one, or all together where the kernel table has products for that.
     """
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, make: LayerMaker, *, name: str) -> None:
         super().__init__()
-        self.ops = make.ops
+        self.config, self.ops = config, make.ops
         self.router = Router(config, hidden_size, make)
+        self._stacks: tuple[Stack, Stack] | None = None
+        grouped, at = make.ops.experts.grouped, f"{name}.experts"
+        if grouped is not None:
+            size = config.num_experts
+            self._stacks = (
+                Stack(size, make.ops, grouped, name=f"{at}.gate_up"),
+                Stack(size, make.ops, grouped, name=f"{at}.down"),
+            )
         self.experts = nn.ModuleList(
-            GatedMLP(hidden_size, config.intermediate_size, make, name=f"{name}.experts.{i}")
+            GatedMLP(hidden_size, config.intermediate_size, make, name=f"{at}.{i}", places=self._places(i))
             for i in range(config.num_experts)
         )
         self.shared: GatedMLP | None = None
@@ -109,12 +120,31 @@ class SparseMLP(nn.Module):
                 residual = self.shared.forward(x, residual)
             else:
                 residual = residual + (self.shared.forward(x) * share).to(residual.dtype)
-        return self.ops.experts.mix(x, weights, ids, self._expert, residual)
+        grouped, mix = self.ops.experts.grouped, self.ops.experts.mix
+        if grouped is not None:
+            return grouped.combine(self._grouped(x, ids, grouped), weights, ids, residual)
+        assert mix is not None
+        return mix(x, weights, ids, self._expert, residual)
+
+    def _grouped(self, x: Tensor, ids: Tensor, grouped: GroupedOps) -> Tensor:
+        """[A, H]: what each token's experts make of x [T, H]."""
+        assert self._stacks is not None
+        gate_up, down = self._stacks
+        sizes = [grouped.block_size(stack.form) for stack in self._stacks]
+        aligned = {size: grouped.align(ids, self.config.num_experts, size) for size in set(sizes)}
+        inner = down.activated(gate_up.linear(x, aligned[sizes[0]]))
+        return down.linear(inner, aligned[sizes[1]])
 
     def _expert(self, i: int, rows: Tensor) -> Tensor:
         expert = self.experts[i]
         assert isinstance(expert, GatedMLP)
         return expert.forward(rows)
+
+    def _places(self, i: int) -> tuple[tuple[Stack, int], tuple[Stack, int]] | tuple[None, None]:
+        if self._stacks is None:
+            return None, None
+        gate_up, down = self._stacks
+        return (gate_up, i), (down, i)
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -10,7 +10,7 @@ from batchinfer_kernels.table import Ops
 from torch import Tensor, nn
 
 from batchinfer.modelfiles import StoredTensor
-from batchinfer.quant import LinearScheme, LinearShape
+from batchinfer.quant import LinearScheme, LinearShape, Stack
 from batchinfer.weights import Part, RowSink
 
 
@@ -21,6 +21,7 @@ class Linear(nn.Module):
     sensitive  the last parts, by name, that a scheme keeps at a higher precision
     gated      the parts are gate and up, and `gated` is called instead of the layer
     shared     W is another layer's tensor: then nothing of this layer is stored
+    place      the stack of which this is one of the layers, and its number there
     name, stored   see `LinearShape`
     """
 
@@ -37,6 +38,7 @@ class Linear(nn.Module):
         sensitive: tuple[str, ...] = (),
         gated: bool = False,
         shared: Tensor | None = None,
+        place: tuple[Stack, int] | None = None,
         name: str = "",
         stored: Mapping[str, Mapping[str, StoredTensor]] | None = None,
     ) -> None:
@@ -55,6 +57,10 @@ class Linear(nn.Module):
             stored=stored or {},
         )
         self.weights = scheme.weights(shape, ops=ops, dtype=dtype, device=device, shared=shared)
+        self._place = place
+        if place is not None:
+            stack, index = place
+            self.weights = stack.hold(index, self.weights)
         self._register()
         self.bias = _parameter(torch.empty(features, dtype=dtype, device=device)) if bias else None
 
@@ -95,6 +101,9 @@ class Linear(nn.Module):
 
     def loaded(self) -> None:
         self.weights.finish()
+        if self._place is not None:
+            stack, index = self._place
+            stack.put(index, self.weights)
         self._register()
 
     def _register(self) -> None:

@@ -14,7 +14,7 @@ from batchinfer.layers.latent import LatentUp
 from batchinfer.layers.linear import Linear
 from batchinfer.layers.norm import RMSNorm
 from batchinfer.modelfiles import StoredTensor
-from batchinfer.quant import LinearScheme
+from batchinfer.quant import LinearScheme, Stack
 from batchinfer.weights import Part
 
 
@@ -45,6 +45,7 @@ class LayerMaker:
         bias: bool,
         sensitive: tuple[str, ...] = (),
         gated: bool = False,
+        place: tuple[Stack, int] | None = None,
         name: str = "",
     ) -> Linear:
         """See `Linear`; `name`: its name in the model."""
@@ -52,7 +53,15 @@ class LayerMaker:
         # GPTQ checkpoints may have biases, of zeros, for layers that have none.
         bias = bias or any({"qweight", "bias"} <= kinds.keys() for kinds in stored.values())
         return Linear(
-            in_features, parts, bias=bias, sensitive=sensitive, gated=gated, name=name, stored=stored, **self._shared
+            in_features,
+            parts,
+            bias=bias,
+            sensitive=sensitive,
+            gated=gated,
+            place=place,
+            name=name,
+            stored=stored,
+            **self._shared,
         )
 
     def latent_up(self, rank: int, num_heads: int, plain_dim: int, value_dim: int, *, name: str) -> LatentUp:

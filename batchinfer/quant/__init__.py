@@ -2,6 +2,7 @@
 
 from batchinfer.quant.scheme import LinearScheme, LinearWeights, resolve_scheme
 from batchinfer.quant.shape import LinearShape
+from batchinfer.quant.stack import Stack
 from batchinfer.quant.unquantized import Unquantized
 
-__all__ = ["LinearScheme", "LinearShape", "LinearWeights", "Unquantized", "resolve_scheme"]
+__all__ = ["LinearScheme", "LinearShape", "LinearWeights", "Stack", "Unquantized", "resolve_scheme"]

@@ -103,24 +103,32 @@ class EightBitWeights(PackedWeights):
         super().__init__(ops, filling)
         self._formats, self._filling = formats, filling
         self._product: Any = product  # takes no scales only where activations are not quantized
-        self._takes, self._dtype = takes, dtype
+        self._takes, self.dtype = takes, dtype
 
     def finish(self) -> None:
         values, scales = self._filling.quantized()
         self.params = {"weight": values, "scales": scales}
+
+    def move(self, params: dict[str, Tensor]) -> None:
+        """To tensors of the same values."""
+        self.params = params
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Any:
         if self._takes is None:
             return super().norm(x, weight, eps)
         return Codes(*self._formats.rms_norm(x, weight, eps, self._takes))
 
+    def codes(self, x: Any) -> tuple[Tensor, Tensor | None]:
+        """x [T, K], or `Codes` of it, as products take it: with its scales, None where it is not quantized."""
+        if self._takes is None:
+            return x, None
+        codes = x if isinstance(x, Codes) else Codes(*self._formats.quantize(x, self._takes))
+        return codes.values, codes.scales
+
     def linear(self, x: Any, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        values, scales = x, None
-        if self._takes is not None:
-            codes = x if isinstance(x, Codes) else Codes(*self._formats.quantize(x, self._takes))
-            values, scales = codes.values, codes.scales
+        values, scales = self.codes(x)
         weight, its_scales = self.params["weight"], self.params["scales"]
-        y: Tensor = self._product(values, scales, weight, its_scales, bias, residual, dtype=self._dtype)
+        y: Tensor = self._product(values, scales, weight, its_scales, bias, residual, dtype=self.dtype)
         return y
 
     def activated(self, gate_up: Tensor) -> Any:

@@ -65,10 +65,23 @@ class W4Weights(PackedWeights):
         self._packed: list[Packed] = []
 
     def finish(self) -> None:
-        self._packed = self._words.packed()
-        for i, packed in enumerate(self._packed):
-            kept = {"codes": packed.codes, "scales": packed.scales, "zeros": packed.zeros, "order": packed.order}
-            at = "" if len(self._packed) == 1 else f"{i}_"
+        self._keep(self._words.packed())
+
+    def one(self, name: str) -> Packed:
+        """All of it. Raises ModelError, with the layer's name, where parts have other orders of their inputs."""
+        if len(self._packed) > 1:
+            raise ModelError(f"{name}: gate and up of an expert can't be one product, which is not supported")
+        return self._packed[0]
+
+    def move(self, packed: Packed) -> None:
+        """To tensors of the same values."""
+        self._keep([packed])
+
+    def _keep(self, packed: list[Packed]) -> None:
+        self._packed, self.params = packed, {}
+        for i, part in enumerate(packed):
+            kept = {"codes": part.codes, "scales": part.scales, "zeros": part.zeros, "order": part.order}
+            at = "" if len(packed) == 1 else f"{i}_"
             self.params |= {at + name: tensor for name, tensor in kept.items() if tensor is not None}
 
     def linear(self, x: Any, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -81,7 +81,7 @@ def quantize_folder(
     plain = {key: tensor.float() for key, tensor in tensors.items()}
     for key in list(tensors):
         layer, _, kind = key.rpartition(".")
-        is_linear = "_proj" in layer or (head and layer == "lm_head")
+        is_linear = "_proj" in layer or ".experts." in layer or (head and layer == "lm_head")
         if kind != "weight" or not is_linear or leave(layer):
             continue
         stored, meant = _WAYS[name.partition("-")[0]](tensors.pop(key).float(), how, layer)

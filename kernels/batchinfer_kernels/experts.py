@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from batchinfer_kernels.w4 import Packed
+
 # Of a sum of weights that could be zero.
 LEAST = 1e-20
 
@@ -64,13 +66,64 @@ class SigmoidTopK(Protocol):
 Expert = Callable[[int, Tensor], Tensor]
 
 
+class GroupedInt8(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        x_scales: Tensor,
+        weight: Tensor,
+        scales: Tensor,
+        aligned: Aligned,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor: ...
+
+
+class GroupedFp8(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        x_scales: Tensor | None,
+        weight: Tensor,
+        scales: Tensor,
+        aligned: Aligned,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedOps:
+    """Products of all experts at once, with the weights of all in one tensor: `linear` in each format. They take x
+    [T, K] or [A, K] and give y [A, N].
+
+    block_size   of a format, "plain", "int8", "fp8" or "w4": rows in a block, to align with
+    """
+
+    block_size: Callable[[str], int]
+    align: Callable[[Tensor, int, int], Aligned]
+    combine: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    linear: Callable[[Tensor, Tensor, Aligned], Tensor]
+    linear_int8: GroupedInt8
+    linear_fp8: GroupedFp8
+    linear_w4: Callable[[Tensor, Packed, Aligned], Tensor]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOps:
-    """One implementation. Routers are `softmax_top_k` and `sigmoid_top_k`, `mix` is that."""
+    """One implementation.
+
+    softmax_top_k, sigmoid_top_k   routers
+    grouped   products of all experts at once; None where those go one by one
+    mix       `mix`; None where `grouped` is there
+    """
 
     softmax_top_k: SoftmaxTopK
     sigmoid_top_k: SigmoidTopK
-    mix: Callable[[Tensor, Tensor, Tensor, Expert, Tensor], Tensor]
+    grouped: GroupedOps | None = None
+    mix: Callable[[Tensor, Tensor, Tensor, Expert, Tensor], Tensor] | None = None
 
 
 def num_blocks(num_slots: int, num_experts: int, size: int) -> int:
@@ -157,7 +210,8 @@ def sigmoid_top_k(
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)). torch's own computes the last elements of a tensor in another way than the others, so that it
     would depend on the number of rows; a softmax of two is the same everywhere."""
-    return torch.softmax(torch.stack((x, torch.zeros_like(x)), dim=-1), dim=-1)[..., 0]
+    finite = x.clamp(max=torch.finfo(x.dtype).max)  # a softmax of infinity is none
+    return torch.softmax(torch.stack((finite, torch.zeros_like(x)), dim=-1), dim=-1)[..., 0]
 
 
 def linear(ids: Tensor, product: Callable[[Tensor, int], Tensor], out: Tensor, *, per_slot: bool) -> Tensor:

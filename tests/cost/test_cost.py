@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from batchinfer.cost.devices import DEVICES
 from batchinfer.cost.roofline import CostModel
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles.llama_config import LlamaConfig
+from batchinfer.testing.tiny import tensor_draws, tiny_config
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -274,6 +277,33 @@ def test_layers_without_experts() -> None:
         assert shape.expert_layers == 46
         assert shape.layer_weights - whole.layer_weights == 2 * (3 * 2048 * 6144 - 2048 * 128)
     assert shape_of(QWEN3_30B_A3B | {"decoder_sparse_step": 2}).expert_layers == 24
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("mixtral", {}),
+        ("qwen2-moe", {}),
+        ("qwen2-moe", {"mlp_only_layers": [1]}),
+        ("qwen3-moe", {"decoder_sparse_step": 3}),
+        ("qwen3-moe", {"sliding_window": 64, "use_sliding_window": False}),
+    ],
+)
+@pytest.mark.parametrize("said", ["architectures", "model_type"])
+def test_mixtures_of_experts_are_as_large_as_what_is_stored(family: str, config: dict[str, Any], said: str) -> None:
+    made = tiny_config(family, num_hidden_layers=7, **config)
+    built = LlamaConfig.from_config(made["architectures"][0], made)
+    sparse = [experts for experts in built.experts if experts is not None]
+    stored = tensor_draws(made)
+    sizes = {name: math.prod(draw.shape) for name, draw in stored.items() if len(draw.shape) == 2}
+    shape = shape_of({key: value for key, value in made.items() if key == said or key not in _SAYING})
+    gates = sum(size for name, size in sizes.items() if "shared_expert_gate" in name)
+    assert shape.num_parameters - shape.norm_weights == sum(sizes.values()) - gates
+    assert (shape.expert_layers, shape.num_experts) == (len(sparse), sparse[0].num_experts)
+    assert shape.experts_per_token == sparse[0].top_k and shape.windowed == 0
+
+
+_SAYING = ("architectures", "model_type")
 
 
 @pytest.mark.parametrize("missing", LLAMA_8B)

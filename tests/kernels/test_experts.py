@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batchinfer_kernels import experts
+from batchinfer_kernels import cpu, experts
+from torch import Tensor
 
 
 def test_blocks_are_enough() -> None:
@@ -90,3 +91,33 @@ def test_a_layer_is_the_sum_of_its_tokens_experts() -> None:
         ids, lambda rows, expert: x.repeat_interleave(2, 0)[rows] @ weight[expert].T, out.clone(), per_slot=True
     )
     torch.testing.assert_close(again, y, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixing_on_the_cpu(dtype: torch.dtype) -> None:
+    """As the specification, to the last bit where products are: tokens go to their experts in the same order."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(9, 6).to(dtype), torch.randn(5, 4, 6).to(dtype)
+    ids = torch.stack([torch.randperm(4)[:3] for _ in range(9)]).to(torch.int32)  # the last expert gets nothing
+    weights, residual = torch.rand(9, 3), torch.randn(9, 4).to(dtype)
+    seen: list[tuple[int, int]] = []
+
+    def expert(i: int, rows: Tensor) -> Tensor:
+        seen.append((i, len(rows)))
+        return (rows[:, None] * weight[i]).sum(-1)
+
+    meant = experts.mix(x, weights, ids, expert, residual.clone())
+    of_reference, seen = seen, []
+    found = cpu.mix(x, weights, ids, expert, residual.clone())
+    assert found.dtype == dtype and torch.equal(found, meant)
+    assert seen == of_reference and sum(count for _, count in seen) == 27
+    assert cpu.mix(x[:0], weights[:0], ids[:0], expert, residual[:0]).shape == (0, 4)
+
+
+def test_a_sigmoid_is_the_same_wherever_it_stands() -> None:
+    x = torch.randn(40, 7) * 5
+    every = experts.sigmoid(x)
+    torch.testing.assert_close(every, torch.sigmoid(x))
+    assert all(torch.equal(experts.sigmoid(x[i : i + n]), every[i : i + n]) for i in range(0, 40, 3) for n in (1, 2, 5))
+    far = experts.sigmoid(torch.tensor([-1e30, -torch.inf, torch.inf, 1e30, torch.nan]))
+    assert far[:4].tolist() == [0, 0, 1, 1] and far[4].isnan()

@@ -18,7 +18,7 @@ from batchinfer.layers import LayerMaker, SparseMLP
 from batchinfer.modelfiles import open_model
 from batchinfer.modelfiles.experts_config import ExpertsConfig
 from batchinfer.models import load_model
-from batchinfer.quant import Unquantized, resolve_scheme
+from batchinfer.quant import resolve_scheme
 from batchinfer.testing.tiny import make_tiny, tiny_config
 from batchinfer.weights import WeightError
 
@@ -55,10 +55,11 @@ CONFIGS = {
 }
 
 
-def layer(config: ExpertsConfig, ops: Ops, *, quantization: str = "none", seed: int = 0) -> SparseMLP:
+def layer(config: ExpertsConfig, ops: Ops, quantization: str = "none", *, seed: int = 0) -> SparseMLP:
     """With weights drawn."""
-    scheme = Unquantized() if quantization == "none" else resolve_scheme(quantization, {})
-    make = LayerMaker(ops=ops, scheme=scheme, dtype=torch.float32, device=torch.device("cpu"))
+    dtype = torch.bfloat16 if quantization == "bfloat16" else torch.float32
+    scheme = resolve_scheme("int8" if quantization == "int8" else "none", {})
+    make = LayerMaker(ops=ops, scheme=scheme, dtype=dtype, device=torch.device("cpu"))
     made = SparseMLP(config, HIDDEN, make, name="mlp")
     generator = torch.Generator().manual_seed(seed)
     for module in made.modules():
@@ -125,14 +126,15 @@ def test_a_layer_is_what_its_definition_says(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "bfloat16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_row_is_the_same_whatever_shares_its_experts(name: str, quantization: str, threads: int) -> None:
     """Also where an expert has all rows, or just one of them."""
-    made = layer(CONFIGS[name], resolve("auto"), quantization=quantization)
+    made = layer(CONFIGS[name], resolve("auto"), quantization)
     torch.manual_seed(2)
     x, residual = torch.randn(150, HIDDEN), torch.randn(150, HIDDEN)
     x[100:] = x[:1] + torch.randn(50, HIDDEN) / 100  # to the experts of the first
+    x, residual = x.to(made.router.weight.dtype), residual.to(made.router.weight.dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

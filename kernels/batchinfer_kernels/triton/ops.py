@@ -11,15 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from batchinfer_kernels import cpu, reference
-from batchinfer_kernels.experts import ExpertOps
+from batchinfer_kernels import reference
+from batchinfer_kernels.experts import ExpertOps, GroupedOps
 from batchinfer_kernels.formats import FormatOps, Quantized
 from batchinfer_kernels.int8 import ReferenceInt8
 from batchinfer_kernels.mla import LatentOps
 from batchinfer_kernels.probe import STRICT
 from batchinfer_kernels.sampling import SamplingOps
 from batchinfer_kernels.table import Ops
-from batchinfer_kernels.triton import lm_head, mla_heads, routing, sampling
+from batchinfer_kernels.triton import experts, lm_head, mla_heads, routing, sampling
 from batchinfer_kernels.triton.activations import activation, activation_quantized
 from batchinfer_kernels.triton.linear import linear
 from batchinfer_kernels.triton.linear_fp8 import linear_fp8
@@ -52,7 +52,15 @@ def make_ops(device: torch.device, *, deterministic: bool) -> Ops:
         experts=ExpertOps(
             softmax_top_k=routing.softmax_top_k,
             sigmoid_top_k=routing.sigmoid_top_k,
-            mix=cpu.mix,
+            grouped=GroupedOps(
+                block_size=partial(experts.block_size, device=device),
+                align=routing.align,
+                combine=experts.combine,
+                linear=experts.experts_linear,
+                linear_int8=experts.experts_linear_int8,
+                linear_fp8=experts.experts_linear_fp8,
+                linear_w4=experts.experts_linear_w4,
+            ),
         ),
         formats=FormatOps(
             quantize=quantize,

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, str, str, str]] = {
     "fp8 in blocks": ("llama", BLOCKS, "fp8-blocks", "auto", "auto", "fp8"),
     "gptq": ("llama-bias", SMALL, "gptq-order", "auto", "auto", "gptq"),
     "awq": ("llama", SMALL, "awq", "auto", "auto", "awq"),
+    "int8 experts": ("mixtral", SMALL, None, "int8", "w8a8", "w8a8"),
 }
 
 RunCase = Callable[..., tuple[Result, Engine]]

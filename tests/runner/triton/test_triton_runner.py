@@ -30,12 +30,14 @@ TOGETHER = {"max_num_seqs": 3, "max_num_batched_tokens": 12, "pool_blocks": 7}
 # On a GPU there are no products of float32; what is closest to it.
 HERE: dict[str, Any] = {"device": "cuda", "dtype": "float16"} if ON_GPU else {}
 ALONE = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "pool_blocks": 40, "enable_prefix_caching": False}
-# Small, since the interpreter is slow. Grouped heads; norms of heads and a tied head; sliding windows; biases; latents.
+# Small, since the interpreter is slow. Grouped heads; norms of heads and a tied head; sliding windows; biases; latents;
+# experts, a shared one among them, after a layer without.
 SMALL = {"num_hidden_layers": 2, "intermediate_size": 48}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama-bias", SMALL),
     "qwen3-tied": ("qwen3-tied", {**SMALL, "num_key_value_heads": 1}),
     "latent": ("deepseek-v3", {**SMALL, "qk_rope_head_dim": 16, "first_k_dense_replace": 2}),
+    "experts": ("qwen2-moe", {**SMALL, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 32}),
     "window": ("mistral", {**SMALL, "num_key_value_heads": 1, "sliding_window": 6}),
 }
 
@@ -185,11 +187,13 @@ class _Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("kernels", "waits"), [("triton", False), ("cpu", True)])
+@pytest.mark.parametrize(
+    ("family", "kernels", "waits"), [("llama", "triton", False), ("llama", "cpu", True), ("qwen3-moe", "triton", False)]
+)
 def test_forward_does_not_wait_for_the_device(
-    make_runner: Callable[..., LocalRunner], monkeypatch: pytest.MonkeyPatch, kernels: str, waits: bool
+    make_runner: Callable[..., LocalRunner], monkeypatch: pytest.MonkeyPatch, family: str, kernels: str, waits: bool
 ) -> None:
-    runner = make_runner("llama", {"num_hidden_layers": 1}, kernels=kernels, **{"dtype": "float32", **HERE, **SIZES})
+    runner = make_runner(family, {"num_hidden_layers": 1}, kernels=kernels, **{"dtype": "float32", **HERE, **SIZES})
     engine = Engine(runner, max_model_len=runner.max_model_len, vocab_size=384)
     model: Any = runner._model
     forward, greedy, seen = model.forward, model.greedy, []

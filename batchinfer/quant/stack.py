@@ -1,0 +1,108 @@
+"""One linear layer of many experts, all of whose weights are multiplied in one launch (`experts.GroupedOps`).
+
+Each expert's layer is made and filled as any other by its scheme. As soon as one is filled its tensors move into those
+of all, and become views of them: a layer is there once.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import torch
+from batchinfer_kernels import w4
+from batchinfer_kernels.experts import Aligned, GroupedOps
+from batchinfer_kernels.table import Ops
+from batchinfer_kernels.w4 import Packed
+from torch import Tensor
+
+from batchinfer.errors import ModelError
+from batchinfer.quant.eight_bits import EightBitWeights
+from batchinfer.quant.scheme import LinearWeights
+from batchinfer.quant.unquantized import PlainWeights
+from batchinfer.quant.w4 import W4Weights
+
+
+class Stack:
+    """Weights [E, N, K] of `size` layers. `name`: theirs in the model, for messages."""
+
+    def __init__(self, size: int, ops: Ops, grouped: GroupedOps, *, name: str) -> None:
+        self._size, self._ops, self._grouped, self._name = size, ops, grouped, name
+        self._lock = threading.Lock()  # layers are filled by several threads
+        self._tensors: dict[str, Tensor] = {}
+        self._packed: dict[int, Packed] = {}  # of 4 bits, until all are there; then of all, as 0
+        self._filled: dict[int, LinearWeights] = {}
+
+    def hold(self, index: int, made: LinearWeights) -> LinearWeights:
+        """What is filled in the place of `made`, which is not yet: where nothing is repacked, that is in the stack."""
+        if not isinstance(made, PlainWeights):
+            return made
+        weight = made.params["weight"]
+        if not self._tensors:
+            self._tensors["weight"] = weight.new_empty(self._size, *weight.shape)
+        return PlainWeights(self._ops, self._tensors["weight"][index])
+
+    def put(self, index: int, filled: LinearWeights) -> None:
+        """Layer `index`, which is filled now. Raises ModelError where layers can't be multiplied together."""
+        with self._lock:
+            self._filled[index] = filled
+            if type(filled) is not type(next(iter(self._filled.values()))):
+                raise ModelError(f"{self._name}: experts are stored in different ways, which is not supported")
+            if isinstance(filled, EightBitWeights):
+                filled.move(self._moved(index, filled.params))
+            elif isinstance(filled, W4Weights):
+                self._put_packed(index, filled)
+            elif not isinstance(filled, PlainWeights):
+                raise ModelError(f"{self._name}: gate and up of an expert can't be one product, which is not supported")
+
+    def _moved(self, index: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        views = {}
+        for name, tensor in tensors.items():
+            of_all = self._tensors.get(name)
+            if of_all is None:
+                of_all = self._tensors[name] = tensor.new_empty(self._size, *tensor.shape)
+            if of_all.shape[1:] != tensor.shape:
+                raise ModelError(f"{self._name}: experts differ in how many scales they have, which is not supported")
+            views[name] = of_all[index].copy_(tensor)
+        return views
+
+    def _put_packed(self, index: int, filled: W4Weights) -> None:
+        """Zero points may be left out in some, so that all are needed to know whether there are any."""
+        self._packed[index] = filled.one(self._name)
+        if len(self._packed) < self._size:
+            return
+        try:
+            packed = w4.stack([self._packed[i] for i in range(self._size)])
+        except ValueError as error:
+            raise ModelError(f"{self._name}: {error}; use engine.kernels cpu") from error
+        self._packed = {0: packed}
+        for i, weights in self._filled.items():
+            assert isinstance(weights, W4Weights)
+            zeros = None if packed.zeros is None else packed.zeros[i]
+            weights.move(replace(packed, codes=packed.codes[i], scales=packed.scales[i], zeros=zeros))
+
+    @property
+    def form(self) -> str:
+        """The format's name in `GroupedOps.block_size`."""
+        one = self._filled[0]
+        if isinstance(one, EightBitWeights):
+            return "int8" if self._tensors["weight"].dtype == torch.int8 else "fp8"
+        return "w4" if isinstance(one, W4Weights) else "plain"
+
+    def linear(self, x: Any, aligned: Aligned) -> Tensor:
+        """y [A, N] of each assignment. x [T, K] or [A, K], or what `activated` gave."""
+        one = self._filled[0]
+        if isinstance(one, EightBitWeights):
+            values, scales = one.codes(x)
+            product: Any = self._grouped.linear_int8 if self.form == "int8" else self._grouped.linear_fp8
+            weight, its_scales = self._tensors["weight"], self._tensors["scales"]
+            y: Tensor = product(values, scales, weight, its_scales, aligned, dtype=one.dtype)
+            return y
+        if isinstance(one, W4Weights):
+            return self._grouped.linear_w4(x, self._packed[0], aligned)
+        return self._grouped.linear(x, self._tensors["weight"], aligned)
+
+    def activated(self, gate_up: Tensor) -> Any:
+        """silu(gate) * up of gate_up [A, 2 K] = [gate | up], as `linear` takes it."""
+        return self._filled[0].activated(gate_up)

@@ -1,0 +1,150 @@
+"""Layers of experts on Triton's kernels, in the interpreter: what the reference makes of the same checkpoint, in every
+format; and that weights are there once."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batchinfer_kernels.table import resolve
+from safetensors.torch import load_file
+from torch import Tensor
+
+from batchinfer.errors import ModelError
+from batchinfer.layers import SparseMLP
+from batchinfer.modelfiles import open_model
+from batchinfer.models import load_model
+from batchinfer.testing.tiny_quantized import quantize_folder
+from tests.kernels.triton.conftest import float8_to_nearest  # noqa: F401 (a fixture of every test here)
+from tests.kernels.triton.device import DEVICE
+
+SMALL = {"num_hidden_layers": 1, "num_local_experts": 6, "num_experts_per_tok": 3}
+BLOCKS = {**SMALL, "intermediate_size": 128}  # parts are whole blocks
+# How the checkpoint is stored (None: plain), its sizes, and model.quantization.
+CASES: dict[str, tuple[str | None, dict[str, Any], str]] = {
+    "plain": (None, SMALL, "none"),
+    "int8": (None, SMALL, "w8a8"),
+    "fp8": (None, SMALL, "fp8"),
+    "stored int8": ("w8a8", SMALL, "w8a8"),
+    "stored fp8": ("fp8-channel", SMALL, "fp8"),
+    "fp8 in blocks": ("fp8-blocks", BLOCKS, "fp8"),
+    "gptq": ("gptq", SMALL, "gptq"),
+    "gptq without zeros": ("gptq-v2", SMALL, "gptq"),
+    "awq": ("awq", SMALL, "awq"),
+}
+
+TinyFolder = Callable[..., Path]
+Loaded = Callable[[str, str], Any]
+
+
+def stored_folder(plain: Path, folder: Path, stored: str | None) -> Path:
+    shutil.copytree(plain, folder)
+    if stored is not None:
+        quantize_folder(folder, stored)
+    return folder
+
+
+def load(folder: Path, kernels: str, quantization: str) -> Any:
+    device = str(DEVICE) if kernels == "triton" else "cpu"
+    ops = resolve(kernels, device)
+    return load_model(open_model(str(folder)), ops=ops, quantization=quantization, dtype="float16", device=device)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_folder: TinyFolder, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model of a case, by kernels; each made once."""
+
+    @functools.cache
+    def folder(case: str) -> Path:
+        stored, sizes, _ = CASES[case]
+        return stored_folder(tiny_folder("mixtral", **sizes), tmp_path_factory.mktemp("experts") / "model", stored)
+
+    return functools.cache(lambda case, kernels: load(folder(case), kernels, CASES[case][2]))
+
+
+def layer_of(model: Any) -> SparseMLP:
+    layer = model.layers[0].mlp
+    assert isinstance(layer, SparseMLP)
+    return layer
+
+
+def rows(count: int = 9) -> tuple[Tensor, Tensor]:
+    """x and residual."""
+    generator = torch.Generator().manual_seed(5)
+    x, residual = (torch.randn(count, 64, generator=generator).half().to(DEVICE) for _ in range(2))
+    return x, residual
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_reference_makes_of_it(loaded: Loaded, case: str) -> None:
+    found, expected = (layer_of(loaded(case, kernels)) for kernels in ("triton", "reference"))
+    x, residual = rows()
+    ours, theirs = found.router.forward(x), expected.router.forward(x.cpu())
+    assert torch.equal(ours[1].cpu(), theirs[1])
+    y, wanted = found.forward(x, residual.clone()).cpu(), expected.forward(x.cpu(), residual.cpu())
+    if case in ("plain", "gptq", "gptq without zeros", "awq"):
+        torch.testing.assert_close(y, wanted, rtol=0.01, atol=0.01)
+    else:  # a sum that is rounded otherwise may change a code of an activation
+        assert (y - wanted).abs().max() < 0.1 and (y - wanted).float().std() < 0.02 * wanted.float().std()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_there_once(loaded: Loaded, case: str) -> None:
+    found, expected = loaded(case, "triton"), loaded(case, "reference")
+    for name in ("gate_up", "down"):
+        tensors = [dict(getattr(expert, name).named_parameters()) for expert in layer_of(found).experts]
+        for kind in tensors[0]:
+            assert len({parameters[kind].untyped_storage().data_ptr() for parameters in tensors}) == 1
+    if case != "gptq":  # whose scales are in the type of activations, which the reference has as well
+        assert found.num_parameter_bytes() == expected.num_parameter_bytes()
+
+
+@pytest.mark.parametrize("case", ["plain", "int8", "awq"])
+def test_a_row_is_the_same_whatever_shares_its_experts(loaded: Loaded, case: str) -> None:
+    layer = layer_of(loaded(case, "triton"))
+    x, residual = rows(20)
+    x[10:] = x[:1]  # to the same experts
+    together = layer.forward(x, residual.clone())
+    for some in ([0], [7, 3], [19, 2, 10]):
+        assert torch.equal(layer.forward(x[some], residual[some].clone()), together[some]), some
+    sick = x.clone()
+    sick[4, 3] = torch.nan
+    found = layer.forward(sick, residual.clone())
+    others = [i for i in range(20) if i != 4]
+    assert found[4].isnan().all() and torch.equal(found[others], together[others])
+
+
+def test_an_order_of_inputs_that_each_expert_has_of_its_own_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    folder = stored_folder(tiny_folder("mixtral", **SMALL), tmp_path / "model", "gptq-order")
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts\.\w+: .*experts with activation order"):
+        load(folder, "triton", "gptq")
+    load(folder, "cpu", "gptq")
+
+
+def test_experts_that_are_stored_in_different_ways_are_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder("mixtral", **SMALL), tmp_path / "model")
+    at = "model.layers.0.block_sparse_moe.experts.2"
+    for names, message in (
+        ([f"{at}.w1", f"{at}.w2", f"{at}.w3"], "different ways"),
+        ([f"{at}.w1"], "can't be one product"),
+    ):
+        folder = tmp_path / str(len(names))
+        shutil.copytree(tmp_path / "model", folder)
+        quantize_folder(folder, "awq", leave=lambda layer, names=names: layer in names)
+        with pytest.raises(ModelError, match=message):
+            load(folder, "triton", "awq")
+        load(folder, "reference", "awq")
+
+
+def test_a_layer_that_is_stored_plain_stays_plain(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder("mixtral", **SMALL), tmp_path / "model")
+    quantize_folder(tmp_path / "model", "fp8-channel", leave=lambda layer: ".experts." in layer)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    layer = layer_of(load(tmp_path / "model", "triton", "fp8"))
+    weight = layer.experts[3].get_submodule("down").get_parameter("weight")
+    assert torch.equal(weight.cpu(), stored["model.layers.0.block_sparse_moe.experts.3.w2.weight"].half())
