@@ -1,17 +1,18 @@
 """Opens a .gguf model: puts its metadata into the form of Hugging Face's config.json.
 
-Responsible for: which metadata key means what, and the defaults where one is missing. Not for: the container
-(`gguf_header`), nor names and row order of weights (models/llama.py). To add an architecture, add an entry to
-ARCHITECTURES and its weight names to the model's file.
+Responsible for: which metadata key means what, the defaults where one is missing, and experts' tensors one by one. Not
+for: the container (`gguf_header`), nor names and row order of weights (models/llama.py). To add an architecture, add an
+entry to ARCHITECTURES and its weight names to the model's file.
 """
 
 from __future__ import annotations
 
 import array
 import math
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,31 @@ EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Architecture:
-    name: str  # Hugging Face's
+    """Of Hugging Face. renormalize: whether weights of experts add up to 1, which files need not say; None: there are
+    no experts."""
+
+    name: str
     model_type: str
+    renormalize: bool | None = None
 
 
-# GGUF files of Mistral models carry the architecture "llama".
+# GGUF files of Mistral models carry the architecture "llama", those of Mixtral too.
 ARCHITECTURES = {
     "llama": _Architecture(name="LlamaForCausalLM", model_type="llama"),
     "qwen2": _Architecture(name="Qwen2ForCausalLM", model_type="qwen2"),
+    "qwen2moe": _Architecture(name="Qwen2MoeForCausalLM", model_type="qwen2_moe", renormalize=False),
     "qwen3": _Architecture(name="Qwen3ForCausalLM", model_type="qwen3"),
+    "qwen3moe": _Architecture(name="Qwen3MoeForCausalLM", model_type="qwen3_moe", renormalize=True),
 }
+_MIXTRAL = _Architecture(name="MixtralForCausalLM", model_type="mixtral", renormalize=True)
 # Metadata that change what a model computes and that no model here has: the key after the architecture, and the values
 # that mean "not there".
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "expert_count": (0,),
+    "expert_gating_func": (0, 1),  # 1: softmax
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "leading_dense_block_count": (0,),
+    "interleave_moe_layer_step": (0, 1),
     "attention.sliding_window": (0,),
     "attention.scale": (0,),
     "attention.causal": (True,),
@@ -78,9 +90,31 @@ def open_gguf(path: Path) -> ModelFiles:
         tokenizer=tokenizer,
         chat_templates=chat_templates(header.metadata),
         weight_files=parts,
-        tensors=header.tensors,
+        tensors=_experts_apart(header.tensors),
         eos_token_ids=eos_token_ids(header.metadata),
     )
+
+
+_EXPERTS = re.compile(r"(blk\.[0-9]+\.ffn_(?:gate|up|down)_exps)\.weight")
+_SHARED_GATE = re.compile(r"blk\.[0-9]+\.ffn_gate_inp_shexp\.weight")
+
+
+def _experts_apart(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors of all experts of a layer as one for each, with its number before the last part of the name. Gates of
+    shared experts, which are written as vectors, as the rows that they are."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        if (hit := _EXPERTS.fullmatch(name)) is not None and len(tensor.shape) == 3 and tensor.shape[0]:
+            nbytes = tensor.nbytes // tensor.shape[0]
+            for i in range(tensor.shape[0]):
+                one = f"{hit[1]}.{i}.weight"
+                offset = tensor.offset + i * nbytes
+                found[one] = replace(tensor, name=one, shape=tensor.shape[1:], offset=offset, nbytes=nbytes)
+        elif _SHARED_GATE.fullmatch(name) and len(tensor.shape) == 1:
+            found[name] = replace(tensor, shape=(1, *tensor.shape))
+        else:
+            found[name] = tensor
+    return found
 
 
 def open_gguf_tokenizer(path: Path) -> tuple[TokenizerFiles, dict[str, str], frozenset[int]]:
@@ -153,6 +187,11 @@ def config_from_metadata(header: GGUFHeader) -> dict[str, Any]:
             raise ModelError(
                 f"{header.path}: metadata key {arch}.{key} is {value!r}; GGUF models with it are not supported"
             )
+    architecture, num_experts = ARCHITECTURES[arch], int(get("expert_count", 0))
+    if num_experts and architecture.renormalize is None:
+        if arch != "llama":
+            raise ModelError(f"{header.path}: metadata key {arch}.expert_count is {num_experts}; not supported there")
+        architecture = _MIXTRAL
     hidden_size = int(need("embedding_length"))
     num_heads = whole("attention.head_count", need("attention.head_count"))
     num_kv_heads = whole("attention.head_count_kv", get("attention.head_count_kv", num_heads))
@@ -160,8 +199,8 @@ def config_from_metadata(header: GGUFHeader) -> dict[str, Any]:
     if int(get("attention.value_length", head_dim)) != head_dim:
         raise ModelError(f"{header.path}: keys and values of different head sizes are not supported")
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[arch].name],
-        "model_type": ARCHITECTURES[arch].model_type,
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
         "hidden_size": hidden_size,
         "intermediate_size": whole("feed_forward_length", need("feed_forward_length")),
         "num_hidden_layers": int(need("block_count")),
@@ -174,6 +213,7 @@ def config_from_metadata(header: GGUFHeader) -> dict[str, Any]:
         "vocab_size": _vocab_size(header),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "rope_parameters": _rope_parameters(header, get),
         "bos_token_id": metadata.get(TOKENIZER_PREFIX + "bos_token_id"),
@@ -182,6 +222,17 @@ def config_from_metadata(header: GGUFHeader) -> dict[str, Any]:
     rotary_dim = int(get("rope.dimension_count", head_dim))
     if rotary_dim != head_dim:
         config["rope_dimension_count"] = rotary_dim
+    if architecture.renormalize is not None:
+        config["num_local_experts" if architecture is _MIXTRAL else "num_experts"] = int(need("expert_count"))
+        config["num_experts_per_tok"] = int(need("expert_used_count"))
+        config["norm_topk_prob"] = bool(get("expert_weights_norm", architecture.renormalize))
+        if architecture is _MIXTRAL:
+            if not config["norm_topk_prob"]:
+                raise ModelError(f"{header.path}: metadata key {arch}.expert_weights_norm is false; not supported")
+        else:
+            config["moe_intermediate_size"] = int(need("expert_feed_forward_length"))
+        if arch == "qwen2moe":
+            config["shared_expert_intermediate_size"] = int(need("expert_shared_feed_forward_length"))
     return config
 
 

@@ -198,7 +198,8 @@ class LlamaForCausalLM(nn.Module):
     def weight_rules(self, kind: str) -> tuple[tuple[Rule, ...], tuple[Ignore, ...]]:
         """Names of the stored tensors, by kind of file ("hf" or "gguf")."""
         if kind == "gguf":
-            return _gguf_rules(self.config, permuted=self.facts.architecture == "LlamaForCausalLM"), GGUF_IGNORES
+            permuted = self.facts.architecture in ("LlamaForCausalLM", "MixtralForCausalLM")
+            return _gguf_rules(self.config, permuted=permuted), GGUF_IGNORES
         rules, ignores = _hf_rules(self.facts.architecture), HF_IGNORES
         if self.config.tie_word_embeddings:
             ignores += (Ignore(stored="lm_head.weight", reason="tied to the embedding"),)
@@ -268,12 +269,16 @@ def _gguf_rules(config: LlamaConfig, *, permuted: bool) -> tuple[Rule, ...]:
             Rule(stored=f"{stored}attn_{part}_norm.weight", parameter=f"{ours}attn.{part}_norm.weight")
             for part in ("q", "k")
         ),
-        *(
-            Rule(stored=f"{stored}ffn_{part}.{{kind}}", parameter=f"{ours}mlp.gate_up.{{kind}}", part=part)
-            for part in ("gate", "up")
-        ),
-        Rule(stored=stored + "ffn_down.{kind}", parameter=ours + "mlp.down.{kind}"),
+        *mlp_rules(stored, ours + "mlp.", _ffn("")),
+        *mlp_rules(stored, ours + "mlp.experts.{expert}.", _ffn("_exps.{expert}")),
+        *mlp_rules(stored, ours + "mlp.shared.", _ffn("_shexp")),
+        Rule(stored=stored + "ffn_gate_inp.weight", parameter=ours + "mlp.router.weight"),
+        Rule(stored=stored + "ffn_gate_inp_shexp.weight", parameter=ours + "mlp.router.weight", part="shared"),
     )
+
+
+def _ffn(kind: str) -> dict[str, str]:
+    return {part: f"ffn_{part}{kind}" for part in ("gate", "up", "down")}
 
 
 def pairwise(rows: Tensor, *, head_dim: int) -> Tensor:

@@ -6,6 +6,7 @@ hold random blocks with fitting scales: their values are what `gguf` dequantizes
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,20 @@ from batchinfer.testing.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_config, 
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 # K blocks are 256 elements long, so rows must be.
 K_SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-_ARCH = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+# Members with experts, as these files can have them: in every layer.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2-moe": {"decoder_sparse_step": 1},
+    "qwen3-moe": {"mlp_only_layers": None},
+}
+_ARCH = {
+    "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+}
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _IN_LAYER = {
     "input_layernorm": "attn_norm",
@@ -31,7 +45,15 @@ _IN_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
+_EXPERT = re.compile(r"model\.layers\.([0-9]+)\.(?:mlp|block_sparse_moe)\.experts\.[0-9]+\.(.*)\.weight")
+_OF_EXPERT = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 def make_tiny_gguf(
@@ -62,13 +84,13 @@ def make_tiny_gguf(
     writer = gguf.GGUFWriter(str(path), arch)
     for key, value in tiny_metadata(config, arch, metadata or {}).items():
         _add(writer, key, value)
-    for name, tensor in tiny_tensors(config, seed=seed).items():
-        gguf_name = _gguf_name(name)
+    for gguf_name, tensor in _gguf_tensors(tiny_tensors(config, seed=seed)).items():
         values = tensor.numpy()
         if arch == "llama" and ("attn_q." in gguf_name or "attn_k." in gguf_name):
             values = _interleave(values, config)
         kind = next(kinds[part] for part in sorted(kinds, key=len, reverse=True) if part in gguf_name)
-        _add_tensor(writer, gguf_name, values, kind if tensor.dim() == 2 else "F32", seed)
+        plain = tensor.dim() == 1 or "ffn_gate_inp" in gguf_name
+        _add_tensor(writer, gguf_name, values, "F32" if plain else kind, seed)
     if freq_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(freq_factors, dtype=np.float32))
     writer.write_header_to_file()
@@ -97,6 +119,7 @@ def tiny_metadata(config: dict[str, Any], arch: str, more: dict[str, Any]) -> di
         f"{arch}.rope.freq_base": config["rope_theta"],
         f"{arch}.rope.dimension_count": head_dim,
         f"{arch}.vocab_size": config["vocab_size"],
+        **_experts_metadata(config, arch),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
@@ -108,6 +131,16 @@ def tiny_metadata(config: dict[str, Any], arch: str, more: dict[str, Any]) -> di
         "tokenizer.chat_template": CHAT_TEMPLATE,
     }
     return {key: value for key, value in {**found, **more}.items() if value is not None}
+
+
+def _experts_metadata(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    keys = {
+        "expert_count": config.get("num_experts") or config.get("num_local_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+    }
+    return {f"{arch}.{key}": value for key, value in keys.items()}
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
@@ -139,20 +172,33 @@ def _add_tensor(writer: Any, name: str, values: np.ndarray[Any, Any], kind: str,
 
 
 def random_k_blocks(kind: str, shape: tuple[int, ...], *, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Random blocks [rows, bytes] of a K type, dequantizing to values about as large as an initialised layer's."""
+    """Random blocks [.., bytes] of a K type, dequantizing to values about as large as an initialised layer's."""
     import gguf
 
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    rows, num_blocks = shape[0], shape[1] // block
+    *rows, width = shape
+    num_blocks = width // block
     rng = np.random.default_rng(seed)
-    data = rng.integers(0, 256, size=(rows, num_blocks, size), dtype=np.uint8)
+    data = rng.integers(0, 256, size=(*rows, num_blocks, size), dtype=np.uint8)
     scale = np.array([2e-4 if kind != "Q6_K" else 3e-5], dtype=np.float16).view(np.uint8)
     if kind == "Q6_K":
-        data[:, :, -2:] = scale  # the block's scale stands last
+        data[..., -2:] = scale  # the block's scale stands last
     else:
-        data[:, :, 0:2] = scale  # scale, then minimum
-        data[:, :, 2:4] = np.array([2e-3], dtype=np.float16).view(np.uint8)
-    return data.reshape(rows, num_blocks * size)
+        data[..., 0:2] = scale  # scale, then minimum
+        data[..., 2:4] = np.array([2e-3], dtype=np.float16).view(np.uint8)
+    return data.reshape(*rows, num_blocks * size)
+
+
+def _gguf_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By GGUF's names; experts of a layer stacked, gates of shared experts as vectors."""
+    found: dict[str, torch.Tensor] = {}
+    stacked: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if (hit := _EXPERT.fullmatch(name)) is not None:
+            stacked.setdefault(f"blk.{hit[1]}.ffn_{_OF_EXPERT[hit[2]]}_exps.weight", []).append(tensor)
+        else:
+            found[_gguf_name(name)] = tensor[0] if "shared_expert_gate" in name else tensor
+    return found | {name: torch.stack(experts) for name, experts in stacked.items()}
 
 
 def _gguf_name(name: str) -> str:

@@ -13,7 +13,7 @@ from batchinfer.errors import ModelError
 from batchinfer.modelfiles import gguf_header, gguf_model, open_model
 from batchinfer.modelfiles.llama_config import LlamaConfig
 from batchinfer.testing.tiny import CHAT_TEMPLATE, tiny_config
-from batchinfer.testing.tiny_gguf import make_tiny_gguf
+from batchinfer.testing.tiny_gguf import EXPERTS, make_tiny_gguf
 
 
 def refused(path: Path, *words: str) -> None:
@@ -49,6 +49,28 @@ def test_the_config_is_that_of_the_hugging_face_model(tmp_path: Path, family: st
     assert files.tokenizer.gguf is not None
     assert len(files.tokenizer.gguf["tokens"]) == 384
     assert files.tokenizer.gguf["add_bos_token"] is False
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_in_the_config_and_one_by_one(tmp_path: Path, family: str) -> None:
+    files = open_model(str(make_tiny_gguf(tmp_path / "tiny.gguf", family, quant="F16", **EXPERTS[family])))
+    expected = tiny_config(family, **EXPERTS[family])
+    (architecture,) = files.config["architectures"]
+    config, meant = (LlamaConfig.from_config(architecture, values) for values in (files.config, expected))
+    assert config.experts == meant.experts and None not in config.experts
+    assert (config.qkv_bias, config.qk_norm) == (meant.qkv_bias, meant.qk_norm)
+    inner = meant.experts[0].intermediate_size  # type: ignore[union-attr]
+    ups = [files.tensors[f"blk.1.ffn_up_exps.{i}.weight"] for i in range(8)]
+    assert {(t.shape, t.nbytes, t.dtype) for t in ups} == {((inner, 64), 2 * 64 * inner, "F16")}
+    assert [t.offset - ups[0].offset for t in ups] == [i * ups[0].nbytes for i in range(8)]
+    assert "blk.1.ffn_up_exps.8.weight" not in files.tensors and "blk.1.ffn_up_exps.weight" not in files.tensors
+
+
+def test_weights_of_experts_that_do_not_add_up(tmp_path: Path) -> None:
+    metadata = {"llama.expert_weights_norm": False}
+    refused(make_tiny_gguf(tmp_path / "t.gguf", "mixtral", metadata=metadata), "llama.expert_weights_norm is false")
+    metadata = {"qwen2.expert_count": 8}
+    refused(make_tiny_gguf(tmp_path / "t.gguf", "qwen2", metadata=metadata), "qwen2.expert_count is 8; not supported")
 
 
 def test_defaults_of_missing_metadata(tmp_path: Path) -> None:
@@ -104,9 +126,19 @@ def test_a_part_of_each_head_is_rotated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"general.architecture": "mamba"}, "'mamba' is not supported; supported are llama, qwen2, qwen3"),
-        ({"general.architecture": "gemma"}, "'gemma' is not supported; supported are llama, qwen2, qwen3"),
-        ({"llama.expert_count": 8}, "llama.expert_count is 8"),
+        (
+            {"general.architecture": "mamba"},
+            "'mamba' is not supported; supported are llama, qwen2, qwen2moe, qwen3",
+        ),
+        (
+            {"general.architecture": "gemma"},
+            "'gemma' is not supported; supported are llama, qwen2, qwen2moe, qwen3",
+        ),
+        ({"llama.expert_count": 8}, "metadata key llama.expert_used_count is missing"),
+        ({"llama.expert_gating_func": 2}, "llama.expert_gating_func is 2"),
+        ({"llama.expert_group_count": 8}, "llama.expert_group_count is 8"),
+        ({"llama.expert_weights_scale": 2.5}, "llama.expert_weights_scale is 2.5"),
+        ({"llama.leading_dense_block_count": 1}, "llama.leading_dense_block_count is 1"),
         ({"llama.attention.head_count_kv": [2, 2, 1]}, "differs from layer to layer"),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is 64"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale is 0.5"),

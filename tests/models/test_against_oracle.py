@@ -16,7 +16,7 @@ from batchinfer.modelfiles import open_model
 from batchinfer.models import CausalLM, load_model
 from batchinfer.testing.oracle import Oracle
 from batchinfer.testing.tiny import FAMILIES, make_tiny
-from batchinfer.testing.tiny_gguf import make_tiny_gguf
+from batchinfer.testing.tiny_gguf import EXPERTS, make_tiny_gguf
 
 OPS = resolve("reference")
 TOLERANCE = 1e-3
@@ -175,6 +175,12 @@ def test_gguf_of_several_types(tmp_path: Path) -> None:
 def test_gguf_equals_the_folder_of_the_same_weights(tmp_path: Path, family: str) -> None:
     gguf = make_tiny_gguf(tmp_path / "tiny.gguf", family)
     assert_equals_oracle(gguf, 64, oracle_path=make_tiny(tmp_path / "tiny", family))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_of_gguf_equal_the_folder_of_the_same_weights(tmp_path: Path, family: str) -> None:
+    gguf = make_tiny_gguf(tmp_path / "tiny.gguf", family, **EXPERTS[family])
+    assert_equals_oracle(gguf, 64, oracle_path=make_tiny(tmp_path / "tiny", family, **EXPERTS[family]))
 
 
 def test_gguf_frequency_factors(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.modelfiles import open_model
 from batchinfer.models import load_model
-from batchinfer.testing.tiny import make_tiny
-from batchinfer.testing.tiny_gguf import K_SIZES, make_tiny_gguf
+from batchinfer.testing.tiny import make_tiny, tiny_config, tiny_tensors
+from batchinfer.testing.tiny_gguf import EXPERTS, K_SIZES, make_tiny_gguf
 from batchinfer.weights import WeightError, loading
 from batchinfer.weights.gguf_types import DEQUANTIZED, dequantize
 from batchinfer.weights.loading import PLAIN_TYPES, TensorReader, equal_values
@@ -114,6 +114,25 @@ def test_rows_of_llama_gguf_files_are_put_back_in_order(tmp_path: Path) -> None:
         assert same(parameters(family_path), parameters(folder))
     folder, path = make_tiny(tmp_path / "q", "qwen2"), make_tiny_gguf(tmp_path / "q.gguf", "qwen2")
     assert same(parameters(path), parameters(folder))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_of_gguf_land_in_their_places(tmp_path: Path, family: str) -> None:
+    folder = make_tiny(tmp_path / "tiny", family, **EXPERTS[family])
+    assert same(parameters(make_tiny_gguf(tmp_path / "t.gguf", family, **EXPERTS[family])), parameters(folder))
+
+
+def test_experts_of_gguf_in_blocks(tmp_path: Path) -> None:
+    from gguf import GGMLQuantizationType, quants
+
+    sizes = {"mlp_only_layers": None, "moe_intermediate_size": 64}
+    ours = parameters(make_tiny_gguf(tmp_path / "t.gguf", "qwen3-moe", quant="Q8_0", **sizes))
+    for name, tensor in tiny_tensors(tiny_config("qwen3-moe", **sizes)).items():
+        if ".experts." in name and name.endswith("down_proj.weight"):
+            stored = quants.quantize(tensor.numpy(), GGMLQuantizationType.Q8_0)
+            meant = quants.dequantize(stored, GGMLQuantizationType.Q8_0)
+            mine = name.removeprefix("model.").replace("down_proj", "down")
+            assert torch.equal(ours[mine], torch.from_numpy(meant)), name
 
 
 def test_several_types_in_one_file(tmp_path: Path) -> None:
