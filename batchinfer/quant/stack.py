@@ -31,7 +31,7 @@ class Stack:
         self._size, self._ops, self._grouped, self._name = size, ops, grouped, name
         self._lock = threading.Lock()  # layers are filled by several threads
         self._tensors: dict[str, Tensor] = {}
-        self._packed: dict[int, Packed] = {}  # of 4 bits, until all are there; then of all, as 0
+        self._packed: Packed | None = None  # of 4 bits
         self._filled: dict[int, LinearWeights] = {}
 
     def hold(self, index: int, made: LinearWeights) -> LinearWeights:
@@ -47,14 +47,14 @@ class Stack:
         """Layer `index`, which is filled now. Raises ModelError where layers can't be multiplied together."""
         with self._lock:
             self._filled[index] = filled
+            if not isinstance(filled, (PlainWeights, EightBitWeights, W4Weights)):
+                raise ModelError(f"{self._name}: gate and up of an expert can't be one product, which is not supported")
             if type(filled) is not type(next(iter(self._filled.values()))):
                 raise ModelError(f"{self._name}: experts are stored in different ways, which is not supported")
             if isinstance(filled, EightBitWeights):
                 filled.move(self._moved(index, filled.params))
-            elif isinstance(filled, W4Weights):
-                self._put_packed(index, filled)
-            elif not isinstance(filled, PlainWeights):
-                raise ModelError(f"{self._name}: gate and up of an expert can't be one product, which is not supported")
+            if isinstance(filled, W4Weights):
+                filled.move(self._moved_packed(index, filled.one(self._name)))
 
     def _moved(self, index: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         views = {}
@@ -67,20 +67,30 @@ class Stack:
             views[name] = of_all[index].copy_(tensor)
         return views
 
-    def _put_packed(self, index: int, filled: W4Weights) -> None:
-        """Zero points may be left out in some, so that all are needed to know whether there are any."""
-        self._packed[index] = filled.one(self._name)
-        if len(self._packed) < self._size:
-            return
-        try:
-            packed = w4.stack([self._packed[i] for i in range(self._size)])
-        except ValueError as error:
-            raise ModelError(f"{self._name}: {error}; use engine.kernels cpu") from error
-        self._packed = {0: packed}
-        for i, weights in self._filled.items():
-            assert isinstance(weights, W4Weights)
-            zeros = None if packed.zeros is None else packed.zeros[i]
-            weights.move(replace(packed, codes=packed.codes[i], scales=packed.scales[i], zeros=zeros))
+    def _moved_packed(self, index: int, one: Packed) -> Packed:
+        if one.order is not None:
+            raise ModelError(
+                f"{self._name}: experts with activation order can't be multiplied together; use engine.kernels cpu"
+            )
+        of_all = self._packed
+        if of_all is None:
+            codes, scales = (x.new_empty(self._size, *x.shape) for x in (one.codes, one.scales))
+            of_all = replace(one, codes=codes, scales=scales, zeros=None)
+        if (of_all.group, of_all.codes.shape[1:]) != (one.group, one.codes.shape):
+            raise ModelError(f"{self._name}: experts differ in their groups, which is not supported")
+        if one.zeros is not None and of_all.zeros is None:  # those before had none, which stands for this
+            zeros = torch.full_like(of_all.scales, w4.MIDDLE, dtype=torch.uint8)
+            of_all = replace(of_all, zeros=zeros)
+        self._packed = of_all
+        its_zeros = None
+        if of_all.zeros is not None:
+            its_zeros = of_all.zeros[index]
+            if one.zeros is None:
+                its_zeros.fill_(w4.MIDDLE)
+            else:
+                its_zeros.copy_(one.zeros)
+        codes, scales = of_all.codes[index].copy_(one.codes), of_all.scales[index].copy_(one.scales)
+        return replace(one, codes=codes, scales=scales, zeros=its_zeros)
 
     @property
     def form(self) -> str:
@@ -100,7 +110,8 @@ class Stack:
             y: Tensor = product(values, scales, weight, its_scales, aligned, dtype=one.dtype)
             return y
         if isinstance(one, W4Weights):
-            return self._grouped.linear_w4(x, self._packed[0], aligned)
+            assert self._packed is not None
+            return self._grouped.linear_w4(x, self._packed, aligned)
         return self._grouped.linear(x, self._tensors["weight"], aligned)
 
     def activated(self, gate_up: Tensor) -> Any:

@@ -106,7 +106,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def mix(x: Tensor, weights: Tensor, ids: Tensor, expert: experts.Expert, residual: Tensor) -> Tensor:
-    """`experts.mix`, where all experts are there: one call for each, of its rows in ascending order."""
+    """`experts.mix`, where all experts are there: one call for each, of its rows in ascending order. What experts give
+    is of the residual's type."""
     num_slots, top = ids.numel(), ids.shape[1]
     counts = torch.bincount(ids.flatten()).tolist()
     order = ids.flatten().sort(stable=True).indices
@@ -115,7 +116,8 @@ def mix(x: Tensor, weights: Tensor, ids: Tensor, expert: experts.Expert, residua
     start = 0
     for i, count in enumerate(counts):
         if count:
-            y[order[start : start + count]] = expert(i, rows[start : start + count])
+            span = slice(start, start + count)
+            y.index_copy_(0, order[span], expert(i, rows[span]))
             start += count
     by_token = torch.unflatten(y, 0, ids.shape)
     # Two operations for each term: fused ones round otherwise where a tensor ends.

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUPS = (32, 64, 128)
-_MIDDLE = 8  # the zero point of symmetric weights
+MIDDLE = 8  # the zero point of symmetric weights
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _ONES = 0x11111111  # 1 in each of the eight numbers of a word
 
@@ -79,7 +79,7 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, *, group: int, ord
             f"4-bit weights: scales of shape {tuple(scales.shape)}; {depth} inputs in groups of {group or depth} and "
             f"{features} output features need ({num_groups}, {features})"
         )
-    if zeros is not None and bool((zeros == _MIDDLE).all()):
+    if zeros is not None and bool((zeros == MIDDLE).all()):
         zeros = None
     block = 2 * half(group)
     padding = -depth % max(block, group)
@@ -190,7 +190,7 @@ def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
     codes = from_planes(packed.codes)
     size = packed.group or codes.shape[-1]
     scales = packed.scales.to(dtype).transpose(-1, -2).repeat_interleave(size, dim=-1)[..., : packed.depth]
-    zeros: Tensor | int = _MIDDLE
+    zeros: Tensor | int = MIDDLE
     if packed.zeros is not None:
         wide = packed.zeros.to(torch.int16).transpose(-1, -2)
         zeros = wide.repeat_interleave(size, dim=-1)[..., : packed.depth]
@@ -228,5 +228,5 @@ def _joined(parts: Sequence[Packed], join: Callable[[list[Tensor]], Tensor]) -> 
     """Zero points of all, as soon as one has some."""
     if all(part.zeros is None for part in parts):
         return None
-    middle = [torch.full_like(part.scales, _MIDDLE, dtype=torch.uint8) for part in parts]
+    middle = [torch.full_like(part.scales, MIDDLE, dtype=torch.uint8) for part in parts]
     return join([other if part.zeros is None else part.zeros for part, other in zip(parts, middle, strict=True)])
