@@ -16,6 +16,7 @@ from batchinfer_kernels.native import outlook
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.modelfiles.deepseek_config import is_latent
+from batchinfer.modelfiles.experts_config import has_experts
 from batchinfer.modelfiles.stored_quantization import stored_quantization
 
 USER = "user"
@@ -158,7 +159,7 @@ def resolve_arithmetic(
         put("kv_cache_dtype", kv_cache_dtype, (chosen, "auto: model.dtype"))
         return Arithmetic(**values, instruction_level=None, sources=sources | {"instruction_level": "model"})
     types = chosen if kv_cache_dtype == "auto" else f"{chosen}, {kv_cache_dtype}"
-    unfit = _unfit_for_triton(machine, on_cpu=on_cpu, types=types)
+    unfit = _unfit_for_triton(machine, on_cpu=on_cpu, types=types) or _unfit_experts(files)
     used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else _auto_gpu_kernels(unfit))
     if kernels == "triton" and unfit is not None:
         raise ConfigError(f"engine.kernels triton can't be used here: {unfit}")
@@ -251,6 +252,19 @@ def _unfit_for_triton(machine: Machine, *, on_cpu: bool, types: str) -> str | No
     if not on_cpu and "float32" in types:
         return "its tiles of float32 do not fit a GPU's shared memory; use bfloat16 or float16, or engine.kernels cpu"
     return None
+
+
+def _unfit_experts(files: ModelFiles) -> str | None:
+    """Why Triton's kernels can't multiply the model's experts together; None where they can, or there are none."""
+    try:
+        stored = stored_quantization(files.config)
+    except ModelError:
+        return None
+    if stored is None or not stored.act_order or stored.group == -1 or not has_experts(files.config):
+        return None
+    return (
+        "experts whose inputs have orders of their own (desc_act in quantization_config) can't be multiplied together"
+    )
 
 
 def _auto_quantization(dtype: str, kernels: str, kernels_source: str) -> tuple[str, str]:

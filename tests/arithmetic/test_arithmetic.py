@@ -27,9 +27,11 @@ def resolved(
     stored: str = "bfloat16",
     quantized: dict[str, Any] | None = None,
     architecture: str = "LlamaForCausalLM",
+    experts: int | None = None,
     **options: Any,
 ) -> Arithmetic:
     config = {"architectures": [architecture], "torch_dtype": stored, "quantization_config": quantized}
+    config["num_experts"] = experts
     files = ModelFiles(
         name="m", kind="hf", root=Path("m"), config=config, tokenizer=TokenizerFiles(kind="tokenizer_json")
     )
@@ -137,6 +139,18 @@ def test_a_checkpoint_that_is_stored_quantized_stays_so(
     for other in ("none", "int8"):
         with pytest.raises(ConfigError, match=f"weights are stored as {expected[1]}"):
             resolved(machine, quantized=quantized, **(options | {"quantization": other}))
+
+
+def test_experts_with_orders_of_their_own_are_not_multiplied_together() -> None:
+    ordered = GPTQ | {"desc_act": True}
+    gpu: dict[str, Any] = {"machine": GPU, "device": "cuda"}
+    found = resolved(**gpu, quantized=ordered, experts=8)
+    assert (found.kernels, found.quantization) == ("cpu", "gptq")
+    assert "since triton can't be used: experts whose inputs have orders of their own" in found.sources["kernels"]
+    with pytest.raises(ConfigError, match=r"engine\.kernels triton can't be used here: experts .*desc_act"):
+        resolved(**gpu, quantized=ordered, experts=8, kernels="triton")
+    for quantized, experts in ((ordered, None), (GPTQ, 8), (ordered | {"group_size": -1}, 8), (None, 8)):
+        assert resolved(**gpu, quantized=quantized, experts=experts).kernels == "triton"
 
 
 def test_what_weights_take() -> None:
