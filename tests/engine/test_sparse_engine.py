@@ -28,10 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_tiny(tmp_path_factory.mktemp("tiny"), "qwen3-moe")
     tensors = load_file(folder / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
-    embedding[:, 5].clamp_(-0.5, 0.5)
+    embedding[:, 5].clamp_(-0.3, 0.3)
     embedding[SICK] = 0
     embedding[SICK, 5] = 1000
-    tensors["model.layers.0.mlp.gate.weight"][:, 5] = 5e37
+    tensors["lm_head.weight"][SICK] = 0  # never the best token
+    tensors["model.layers.0.self_attn.o_proj.weight"][5] = 0
+    tensors["model.layers.0.mlp.gate.weight"][:, 5] = 1e38
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
