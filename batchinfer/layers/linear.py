@@ -10,7 +10,7 @@ from batchinfer_kernels.table import Ops
 from torch import Tensor, nn
 
 from batchinfer.modelfiles import StoredTensor
-from batchinfer.quant import LinearScheme, LinearShape, Stack
+from batchinfer.quant import Basis, LinearScheme, LinearShape, Stack
 from batchinfer.weights import Part, RowSink
 
 
@@ -56,7 +56,7 @@ class Linear(nn.Module):
             name=name,
             stored=stored or {},
         )
-        self.weights = scheme.weights(shape, ops=ops, dtype=dtype, device=device, shared=shared)
+        self.weights = scheme.weights(shape, Basis(ops=ops, dtype=dtype, device=device), shared)
         self._place = place
         if place is not None:
             stack, index = place

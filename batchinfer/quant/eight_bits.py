@@ -22,7 +22,7 @@ from torch import Tensor
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.modelfiles.stored_quantization import StoredQuantization
 from batchinfer.quant.packed import Apart, Dequantized, PackedWeights, quantized_parts
-from batchinfer.quant.shape import LinearShape
+from batchinfer.quant.shape import Basis, LinearShape
 from batchinfer.quant.unquantized import Unquantized
 from batchinfer.weights import RowSink
 
@@ -50,23 +50,16 @@ class EightBits(ABC):
     def takes(self, formats: FormatOps, *, blocks: bool) -> str | None:
         """The format of activations, None where they are not quantized."""
 
-    def weights(
-        self,
-        shape: LinearShape,
-        *,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-        shared: Tensor | None = None,
-    ) -> LinearWeights:
+    def weights(self, shape: LinearShape, basis: Basis, shared: Tensor | None = None) -> LinearWeights:
         quantized = [shape.num_sensitive < shape.out_features]
         if self._stored is not None:
             quantized = quantized_parts(shape.stored, "weight", self.stored_type)
         if shared is not None or not any(quantized):
-            return Unquantized().weights(shape, ops=ops, dtype=dtype, device=device, shared=shared)
+            return Unquantized().weights(shape, basis, shared)
         blocks = self._stored is not None and self._stored.blocks
         if not all(quantized) or (blocks and any(features % fp8.BLOCK for features in shape.parts[:-1])):
-            return Apart(ops, shape, partial(self.weights, ops=ops, dtype=dtype, device=device))
+            return Apart(basis.ops, shape, partial(self.weights, basis=basis))
+        ops, dtype, device = basis.ops, basis.dtype, basis.device
         filling: AsStored | ByRow
         if self._stored is not None:
             filling = AsStored(shape, self.form, dtype, device, blocks=blocks)

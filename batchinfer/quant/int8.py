@@ -15,7 +15,7 @@ from batchinfer_kernels.native.int8 import PackedLayer
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
-from batchinfer.quant.shape import LinearShape
+from batchinfer.quant.shape import Basis, LinearShape
 
 if TYPE_CHECKING:
     from batchinfer.quant.scheme import LinearWeights
@@ -28,17 +28,9 @@ class Int8:
     name = "int8"
     stored_types: frozenset[str] = frozenset()
 
-    def weights(
-        self,
-        shape: LinearShape,
-        *,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-        shared: Tensor | None = None,
-    ) -> Int8Weights:
-        assert dtype == torch.float32, "of what is between the products; see `arithmetic`"
-        return Int8Weights(shape, ops, device, shared)
+    def weights(self, shape: LinearShape, basis: Basis, shared: Tensor | None = None) -> Int8Weights:
+        assert basis.dtype == torch.float32, "of what is between the products; see `arithmetic`"
+        return Int8Weights(shape, basis.ops, basis.device, shared)
 
 
 class Int8Weights:

@@ -1,11 +1,9 @@
 """What schemes share whose weights are not kept as one tensor of the activations' type: how such weights get from a
-checkpoint into a layer, also into a layer of plain ones; what follows from their product; layers whose parts can't be
-one product.
+checkpoint into a layer, also into a layer of plain ones; layers whose parts can't be one product.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +13,7 @@ import torch
 from batchinfer_kernels.table import Ops
 from torch import Tensor
 
+from batchinfer.quant.products import Products
 from batchinfer.quant.shape import LinearShape
 from batchinfer.quant.unquantized import PlainWeights
 from batchinfer.weights import RowSink
@@ -56,36 +55,6 @@ class Dequantized(PlainWeights):
     def finish(self) -> None:
         self._weight = self._filling.dequantized()
         self.params = {"weight": self._weight}
-
-
-class Products(ABC):
-    """What of `LinearWeights` follows from the product, for one that takes tensors."""
-
-    def __init__(self, ops: Ops) -> None:
-        self.params: dict[str, Tensor] = {}
-        self._ops = ops
-
-    @abstractmethod
-    def linear(self, x: Any, bias: Tensor | None, residual: Tensor | None) -> Tensor: ...
-
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Any:
-        return self._ops.rms_norm(x, weight, eps)
-
-    def gated(self, x: Any, bias: Tensor | None, feeds: LinearWeights) -> Any:
-        return feeds.activated(self.linear(x, bias, None))
-
-    def activated(self, gate_up: Tensor) -> Any:
-        return self._ops.silu_and_mul(gate_up)
-
-    def logits(self, x: Any) -> Tensor:
-        return self.linear(x, None, None).float()
-
-    def argmax(self, x: Any) -> tuple[Tensor, Tensor]:
-        y = self.linear(x, None, None)
-        return y.argmax(-1), y.isfinite().all(-1)
-
-    def in_c(self) -> None:
-        return None
 
 
 class PackedWeights(Products):

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from batchinfer_kernels.native.int8 import PackedLayer
-from batchinfer_kernels.table import Ops
 from torch import Tensor
 
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.modelfiles.stored_quantization import stored_quantization
 from batchinfer.quant.fp8 import Fp8
 from batchinfer.quant.int8 import Int8
-from batchinfer.quant.shape import LinearShape
+from batchinfer.quant.shape import Basis, LinearShape
 from batchinfer.quant.unquantized import Unquantized
 from batchinfer.quant.w4 import W4
 from batchinfer.quant.w8a8 import W8A8
@@ -85,15 +83,7 @@ class LinearScheme(Protocol):
     name: str
     stored_types: frozenset[str]
 
-    def weights(
-        self,
-        shape: LinearShape,
-        *,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-        shared: Tensor | None = None,
-    ) -> LinearWeights:
+    def weights(self, shape: LinearShape, basis: Basis, shared: Tensor | None = None) -> LinearWeights:
         """One layer's weights, not yet filled. `shared`: W is another layer's tensor [N, K], which is filled before
         `finish` is called; `target` is not called then."""
         ...

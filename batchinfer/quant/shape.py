@@ -1,9 +1,12 @@
-"""What a scheme is told of a linear layer."""
+"""What a scheme is told of a linear layer, and of all layers of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
+from batchinfer_kernels.table import Ops
 
 from batchinfer.modelfiles import StoredTensor
 
@@ -28,3 +31,17 @@ class LinearShape:
     parts: tuple[int, ...] = ()
     name: str = ""
     stored: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What all layers of a model have in common.
+
+    ops      their operations
+    dtype    of hidden states, and of weights that a scheme keeps plain
+    device   where weights are
+    """
+
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device

@@ -20,7 +20,7 @@ from torch import Tensor
 from batchinfer.errors import ModelError
 from batchinfer.modelfiles.stored_quantization import StoredQuantization
 from batchinfer.quant.packed import Apart, Dequantized, PackedWeights, quantized_parts, side_by_side
-from batchinfer.quant.shape import LinearShape
+from batchinfer.quant.shape import Basis, LinearShape
 from batchinfer.quant.unquantized import Unquantized
 
 if TYPE_CHECKING:
@@ -38,21 +38,13 @@ class W4:
         self.name = stored.scheme
         self._stored = stored
 
-    def weights(
-        self,
-        shape: LinearShape,
-        *,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-        shared: Tensor | None = None,
-    ) -> LinearWeights:
+    def weights(self, shape: LinearShape, basis: Basis, shared: Tensor | None = None) -> LinearWeights:
         quantized = quantized_parts(shape.stored, "qweight", "I32")
         if shared is not None or not any(quantized):
-            return Unquantized().weights(shape, ops=ops, dtype=dtype, device=device, shared=shared)
+            return Unquantized().weights(shape, basis, shared)
         if not all(quantized):
-            return Apart(ops, shape, partial(self.weights, ops=ops, dtype=dtype, device=device))
-        words = _Words(shape, self._stored, dtype, device)
+            return Apart(basis.ops, shape, partial(self.weights, basis=basis))
+        ops, words = basis.ops, _Words(shape, self._stored, basis.dtype, basis.device)
         return Dequantized(ops, words) if ops.formats is None else W4Weights(ops, ops.formats, words)
 
 

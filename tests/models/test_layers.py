@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from batchinfer.layers import LayerMaker, Linear
 from batchinfer.modelfiles.safetensors_header import read_checkpoint
-from batchinfer.quant import LinearScheme, LinearShape, Unquantized
+from batchinfer.quant import Basis, LinearScheme, LinearShape, Unquantized
 from batchinfer.quant.unquantized import PlainWeights
 from batchinfer.weights import Rule, load_weights
 
@@ -30,8 +29,8 @@ class RowScaled:
     def __init__(self) -> None:
         self.num_staged = self.max_staged = 0
 
-    def weights(self, shape: LinearShape, *, ops: Ops, **_: Any) -> ScaledRows:
-        return ScaledRows(self, shape, ops)
+    def weights(self, shape: LinearShape, basis: Basis, shared: Tensor | None = None) -> ScaledRows:
+        return ScaledRows(self, shape, basis.ops)
 
 
 class ScaledRows(PlainWeights):

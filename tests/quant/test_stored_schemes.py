@@ -23,7 +23,7 @@ from batchinfer.modelfiles import open_model
 from batchinfer.modelfiles.stored_quantization import StoredQuantization, stored_quantization
 from batchinfer.modelfiles.supported import check_supported
 from batchinfer.models import load_model
-from batchinfer.quant import LinearShape, LinearWeights, resolve_scheme
+from batchinfer.quant import Basis, LinearShape, LinearWeights, resolve_scheme
 from batchinfer.quant.packed import Apart, Dequantized
 from batchinfer.quant.unquantized import PlainWeights
 from batchinfer.quant.w4 import W4Weights
@@ -250,7 +250,8 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
 def test_kernels_without_such_products() -> None:
     with pytest.raises(ConfigError, match=r"model\.quantization fp8: cpu kernels have no such products"):
         shape = LinearShape(in_features=8, out_features=8)
-        resolve_scheme("fp8", {}).weights(shape, ops=resolve("cpu"), dtype=torch.float32, device=torch.device("cpu"))
+        basis = Basis(ops=resolve("cpu"), dtype=torch.float32, device=torch.device("cpu"))
+        resolve_scheme("fp8", {}).weights(shape, basis)
 
 
 def test_biases_of_layers_that_have_none(tmp_path: Path) -> None:
