@@ -22,14 +22,14 @@ import torch  # noqa: E402
 
 from batchinfer.testing.gpu import laws  # noqa: E402
 from batchinfer.testing.gpu.device import answers  # noqa: E402
-from batchinfer.testing.gpu.engine_benches import EngineBenches  # noqa: E402
+from batchinfer.testing.gpu.engine_benches import EngineBenches, model_checks  # noqa: E402
 from batchinfer.testing.gpu.kernel_benches import KernelBenches  # noqa: E402
 from batchinfer.testing.gpu.outcome import Check, Clock, attempt  # noqa: E402
 from batchinfer.testing.gpu.sizes import SIZES, Sizes  # noqa: E402
 
 # In the order in which they run: the engine's laws; benches of kernels, of the engine, of one that need not be
-# deterministic; another engine.
-GROUPS = ("laws", "kernels", "engine", "loose", "peer")
+# deterministic; another engine; models with experts, and with latent attention.
+GROUPS = ("laws", "kernels", "engine", "loose", "peer", "models")
 
 
 def checks_of(
@@ -41,6 +41,8 @@ def checks_of(
         checks = laws.checks(sizes, device, clock)
     elif group == "kernels":
         checks = KernelBenches(sizes, device).checks()
+    elif group == "models":
+        checks = model_checks(sizes, device, clock)
     else:
         benches = EngineBenches(sizes, device, clock, given or {}, deterministic=group != "loose")
         checks = {"engine": benches.checks, "loose": benches.loose_checks, "peer": benches.peer_checks}[group]()

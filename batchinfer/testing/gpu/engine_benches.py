@@ -8,21 +8,21 @@ from __future__ import annotations
 import importlib.util
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
 import torch
 
+from batchinfer.cost import ModelShape
 from batchinfer.engine import Engine
 from batchinfer.runner.local import LocalRunner
-from batchinfer.testing.gpu.laws import kv_bytes_of_token
-from batchinfer.testing.gpu.models import random_engine
+from batchinfer.testing.gpu.models import name_of, random_engine, shape_of
 from batchinfer.testing.gpu.outcome import Check, Clock, Found, NothingToCompare
 from batchinfer.testing.gpu.sizes import Sizes
-from batchinfer.testing.gpu.timing import Rates, Timer, measure_rates, synchronize
+from batchinfer.testing.gpu.timing import Rates, Timer, free, measure_rates, synchronize
 from batchinfer.types.request import Request, SamplingParams
 
 WARM_STEPS = 4
@@ -33,21 +33,28 @@ OFFLINE = "offline throughput"  # the line that others are held against
 
 @dataclass
 class EngineBenches:
-    """given: values of lines that came before, by name. deterministic: of the engine."""
+    """Of one model, `sizes.model` or another one's config. given: values of lines that came before, by name.
+    deterministic: of the engine."""
 
     sizes: Sizes
     device: torch.device
     clock: Clock
     given: Mapping[str, float] = field(default_factory=dict)
     deterministic: bool = True
+    other_model: Mapping[str, Any] | None = None
 
     def checks(self) -> Iterator[Check]:
-        at = self.sizes
-        name = f"decode, {at.decode_seqs} sequences at {at.decode_context}"
-        yield Check(name=name, run=self._decode, target=0.8)
-        name = f"prefill, {at.prefill_seqs} x {at.prefill_tokens} tokens"
-        yield Check(name=name, run=self._prefill, target=0.6)
+        decode, prefill = self.step_checks()
+        yield replace(decode, target=0.8)
+        yield replace(prefill, target=0.6)
         yield Check(name=OFFLINE, run=self._offline)
+
+    def step_checks(self) -> list[Check]:
+        at = self.sizes
+        return [
+            Check(name=f"decode, {at.decode_seqs} sequences at {at.decode_context}", run=self._decode),
+            Check(name=f"prefill, {at.prefill_seqs} x {at.prefill_tokens} tokens", run=self._prefill),
+        ]
 
     def loose_checks(self) -> Iterator[Check]:
         """Of an engine that need not be deterministic."""
@@ -59,15 +66,16 @@ class EngineBenches:
     @cached_property
     def engine(self) -> Engine:
         at = self.sizes
-        offline = at.offline_in + at.offline_out
+        offline = 0 if self.other_model is not None else at.offline_in + at.offline_out
         decoding = at.decode_context + at.decode_steps + ROOM
         longest = max(decoding, offline, at.prefill_tokens + 1)
         tokens = at.decode_seqs * max(decoding, offline)
         blocks = -(-max(tokens, at.prefill_seqs * at.prefill_tokens) // at.block_size) + 2 * at.decode_seqs
         return random_engine(
-            at.model,
+            self.model,
             device=self.device,
-            dtype=str(at.dtype).removeprefix("torch."),
+            dtype=at.dtype,
+            num_blocks=blocks,
             block_size=at.block_size,
             split_size=at.split_size,
             deterministic=self.deterministic,
@@ -75,8 +83,22 @@ class EngineBenches:
             max_num_seqs=max(at.decode_seqs, at.prefill_seqs),
             max_num_batched_tokens=at.prefill_seqs * at.prefill_tokens,
             enable_prefix_caching=False,
-            kv_cache_memory=blocks * at.block_size * kv_bytes_of_token(at.model, at.dtype),
         )
+
+    def close(self) -> None:
+        """Gives the device's memory back."""
+        engine = self.__dict__.pop("engine", None)
+        if engine is not None:
+            engine.close()
+            free(self.device)
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        return self.sizes.model if self.other_model is None else self.other_model
+
+    @property
+    def shape(self) -> ModelShape:
+        return shape_of(self.model)
 
     @cached_property
     def rates(self) -> Rates:
@@ -104,8 +126,8 @@ class EngineBenches:
                 engine.abort(i)
         steps = at.decode_steps
         kv_tokens = steps * sum(lengths) + len(lengths) * steps * (steps - 1) // 2
-        kv_bytes = kv_tokens * kv_bytes_of_token(at.model, at.dtype) / steps
-        weight_bytes = self._weight_bytes()
+        kv_bytes = kv_tokens * self.shape.kv_bytes_per_token(name_of(at.dtype)) / steps
+        weight_bytes = self._weight_bytes(len(ids))
         floor = self.rates.floor_s(weight_bytes + kv_bytes)
         # Not the mean: a shape of step that is new runs without a graph, then is captured; all others gain by it.
         step = median(times)
@@ -185,7 +207,7 @@ class EngineBenches:
         ours = self._ours()
         at = self.sizes
         prompts = [self._tokens(seed, at.offline_in) for seed in range(at.offline_rows)]
-        rate = transformers_rate(at.model, at.dtype, self.device, prompts, at.offline_out)
+        rate = transformers_rate(self.model, at.dtype, self.device, prompts, at.offline_out)
         # It takes them where they are; without, it is much slower.
         has_flash = any(map(importlib.util.find_spec, ("flash_attn_interface", "flash_attn", "kernels")))
         kind = "with" if has_flash else "WITHOUT"
@@ -245,7 +267,7 @@ class EngineBenches:
 
     def _tokens(self, seed: int, count: int) -> list[int]:
         draw = random.Random(seed)
-        return [draw.randrange(3, int(self.sizes.model["vocab_size"])) for _ in range(count)]
+        return [draw.randrange(3, int(self.model["vocab_size"])) for _ in range(count)]
 
     def _graphs(self) -> dict[str, int] | None:
         """What was done with CUDA graphs so far; None without."""
@@ -254,23 +276,37 @@ class EngineBenches:
         graphs = runner._graphs
         return None if graphs is None else {"captured": graphs.num_captured, "replayed": graphs.num_replayed}
 
-    def _weight_bytes(self) -> int:
-        """That a step reads: of an embedding that is no head, a row for each token is nothing."""
-        at, runner = self.sizes.model, self.engine.runner
-        assert isinstance(runner, LocalRunner) and runner._model is not None
-        embedding = 0 if at["tie_word_embeddings"] else at["vocab_size"] * at["hidden_size"] * self.sizes.dtype.itemsize
-        return runner._model.num_parameter_bytes() - int(embedding)
+    def _weight_bytes(self, rows: int) -> float:
+        """That a step of so many rows reads: of an embedding that is no head, a row for each token is nothing; of
+        experts, those that rows choose by chance."""
+        at = self.shape
+        return (at.touched_weights(rows) + at.head_weights + at.norm_weights) * self.sizes.dtype.itemsize
 
     def _prompt_operations(self, seqs: int, tokens: int) -> float:
         """Of matrix units: a multiplication and an addition are two; attention to what is seen only; the head once for
         each prompt."""
-        at = self.sizes
-        layers = int(at.model["num_hidden_layers"])
-        products = 2.0 * sum(n * k for n, k in at.products.values()) * layers * tokens
-        heads = int(at.model["num_attention_heads"])
-        attention = 4.0 * heads * at.head_dim * layers * tokens * (tokens + 1) / 2
-        head = 2.0 * at.model["hidden_size"] * at.model["vocab_size"]
-        return float(seqs * (products + attention + head))
+        at = self.shape
+        pairs = tokens * (tokens + 1) / 2
+        return 2.0 * seqs * (tokens * at.active_weights + pairs * at.prefill_attention_products + at.head_weights)
+
+
+def model_checks(sizes: Sizes, device: torch.device, clock: Clock) -> Iterator[Check]:
+    """Steps of the models with experts, and with latent attention; a device need not hold two of them."""
+    open_ones: list[EngineBenches] = []
+
+    def alone(benches: EngineBenches, run: Callable[[], Found]) -> Found:
+        for other in open_ones:
+            if other is not benches:
+                other.close()
+        open_ones[:] = [benches]
+        return run()
+
+    for config in (sizes.sparse_model, sizes.latent_model):
+        benches = EngineBenches(sizes, device, clock, other_model=config)
+        count = int(config["num_hidden_layers"])
+        name = f"{config['model_type']}, " + ("one layer" if count == 1 else f"{count} layers")
+        for check in benches.step_checks():
+            yield replace(check, name=f"{name}: {check.name}", run=partial(alone, benches, check.run))
 
 
 def transformers_rate(

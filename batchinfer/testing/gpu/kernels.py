@@ -110,27 +110,27 @@ class Maker:
 
     def experts(self, rows: int) -> Work:
         """A whole layer of experts: router, order, both products, activation, sum."""
-        at = self.sizes.experts
-        x, gate = self.normal(rows, at.hidden), self.normal(at.num_experts, at.hidden, std=at.hidden**-0.5)
-        up = self.normal(at.num_experts, 2 * at.inner, at.hidden, std=at.hidden**-0.5)
-        down = self.normal(at.num_experts, at.hidden, at.inner, std=at.inner**-0.5)
+        at, hidden, inner = self.sizes.experts, self.sizes.sparse.hidden_size, self.sizes.experts.intermediate_size
+        x, gate = self.normal(rows, hidden), self.normal(at.num_experts, hidden, std=hidden**-0.5)
+        up = self.normal(at.num_experts, 2 * inner, hidden, std=hidden**-0.5)
+        down = self.normal(at.num_experts, hidden, inner, std=inner**-0.5)
         size = experts_block("plain", self.device)
 
         def run() -> Tensor:
-            weights, ids = routing.softmax_top_k(lm_head.logits(x, gate), at.top, renormalize=True)
+            weights, ids = routing.softmax_top_k(lm_head.logits(x, gate), at.top_k, renormalize=at.renormalize)
             aligned = routing.align(ids, at.num_experts, size)
-            inner = activation(experts_linear(x, up, aligned), "silu")
-            return combine(experts_linear(inner, down, aligned), weights, ids)
+            gated = activation(experts_linear(x, up, aligned), "silu")
+            return combine(experts_linear(gated, down, aligned), weights, ids)
 
-        _, ids = routing.softmax_top_k(lm_head.logits(x, gate), at.top, renormalize=True)
+        _, ids = routing.softmax_top_k(lm_head.logits(x, gate), at.top_k, renormalize=at.renormalize)
         busy = int(torch.bincount(ids.flatten()).count_nonzero()) / at.num_experts  # the others are not read
         num_bytes = busy * (up.nbytes + down.nbytes) + gate.nbytes + 2 * x.nbytes
-        return Work(run=run, num_bytes=num_bytes, operations=6.0 * rows * at.top * at.hidden * at.inner)
+        return Work(run=run, num_bytes=num_bytes, operations=6.0 * rows * at.top_k * hidden * inner)
 
     # ---------------------------------------------------------------- rows
 
     def norm(self, rows: int, name: str | None) -> Work:
-        width = int(self.sizes.model["hidden_size"])
+        width = self.sizes.dense.hidden_size
         x, residual, weight = self.normal(rows, width), self.normal(rows, width), self.normal(width)
         out_bytes = x.nbytes if name is None else x.numel()
         if name is None:
@@ -138,20 +138,20 @@ class Maker:
         return Work(run=lambda: rms_norm_quantized(x, weight, 1e-5, name, residual), num_bytes=3 * x.nbytes + out_bytes)
 
     def activation(self, rows: int, name: str | None) -> Work:
-        gate_up = self.normal(rows, 2 * int(self.sizes.model["intermediate_size"]))
+        gate_up = self.normal(rows, 2 * self.sizes.dense.intermediate_size)
         if name is None:
             return Work(run=lambda: activation(gate_up, "silu"), num_bytes=1.5 * gate_up.nbytes)
         num_bytes = gate_up.nbytes + gate_up.numel() // 2
         return Work(run=lambda: activation_quantized(gate_up, "silu", name), num_bytes=num_bytes)
 
     def quantize(self, rows: int, name: str) -> Work:
-        x = self.normal(rows, int(self.sizes.model["hidden_size"]))
+        x = self.normal(rows, self.sizes.dense.hidden_size)
         return Work(run=lambda: quantizing.quantize(x, name), num_bytes=x.nbytes + x.numel())
 
     # ---------------------------------------------------------------- the head, and tokens
 
     def head(self, rows: int, *, argmax: bool) -> Work:
-        width, vocab = int(self.sizes.model["hidden_size"]), int(self.sizes.model["vocab_size"])
+        width, vocab = self.sizes.dense.hidden_size, self.sizes.dense.vocab_size
         x, weight = self.normal(rows, width), self.normal(vocab, width, std=width**-0.5)
         operations = 2.0 * rows * vocab * width
         if argmax:
@@ -176,7 +176,7 @@ class Maker:
         return Work(run=lambda: sampling.sample(logits, drawing), num_bytes=logits.nbytes)
 
     def _logits(self, rows: int) -> Tensor:
-        return torch.randn(rows, int(self.sizes.model["vocab_size"]), device=self.device)
+        return torch.randn(rows, self.sizes.dense.vocab_size, device=self.device)
 
     # ---------------------------------------------------------------- attention
 
@@ -191,8 +191,8 @@ class Maker:
     ) -> Work:
         """One layer's, store and merge with it, for sequences with so many tokens behind them and so many now. The
         first `shared` tokens of all, whole blocks, lie in the same ones. The plan is made before."""
-        at, head_dim = self.sizes, self.sizes.head_dim
-        heads, kv_heads = (int(at.model[f"num_{kind}_heads"]) for kind in ("attention", "key_value"))
+        at, dense = self.sizes, self.sizes.dense
+        heads, kv_heads, head_dim = dense.num_heads, dense.num_kv_heads, dense.head_dim
         spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5)
         backend = TritonAttention(
             spec,
@@ -220,8 +220,10 @@ class Maker:
     def latent(self, seqs: int, context: int) -> Work:
         """Latent attention of one layer, decoding."""
         at = self.sizes.latent
-        width = at.rank + at.rotary_dim
-        spec = AttentionSpec(num_heads=at.heads, num_kv_heads=1, head_dim=width, scale=width**-0.5, latent_rank=at.rank)
+        width = at.row_size
+        spec = AttentionSpec(
+            num_heads=at.num_heads, num_kv_heads=1, head_dim=width, scale=at.scale, latent_rank=at.rank
+        )
         backend = TritonLatentAttention(
             spec,
             block_size=self.sizes.block_size,
@@ -234,29 +236,30 @@ class Maker:
         caches[0].normal_()
         plan = backend.plan(batch)
         q, latents, rotated = (
-            self.normal(seqs, at.heads, width),
+            self.normal(seqs, at.num_heads, width),
             self.normal(seqs, 1, at.rank),
-            self.normal(seqs, 1, at.rotary_dim),
+            self.normal(seqs, 1, at.rotated_dim),
         )
         return Work(
             run=lambda: backend.run(q, rotated, latents, *caches, plan, spec=spec),
             num_bytes=seqs * context * width * caches[0].itemsize + 2 * q.nbytes,
-            operations=2.0 * seqs * context * at.heads * (width + at.rank),
+            operations=2.0 * seqs * context * at.num_heads * (width + at.rank),
         )
 
     def latent_heads(self, rows: int) -> Work:
         """What stands around it: queries are absorbed, results made of latents."""
         at = self.sizes.latent
-        q, latents = self.normal(rows, at.heads, at.plain_dim + at.rotary_dim), self.normal(rows, at.heads, at.rank)
-        up = self.normal(at.heads, at.rank, at.plain_dim, std=at.plain_dim**-0.5)
-        down = self.normal(at.heads, at.plain_dim, at.rank, std=at.rank**-0.5)
-        angles = torch.rand(rows, at.rotary_dim // 2, device=self.device)
+        q = self.normal(rows, at.num_heads, at.plain_dim + at.rotated_dim)
+        latents = self.normal(rows, at.num_heads, at.rank)
+        up = self.normal(at.num_heads, at.rank, at.plain_dim, std=at.plain_dim**-0.5)
+        down = self.normal(at.num_heads, at.value_dim, at.rank, std=at.rank**-0.5)
+        angles = torch.rand(rows, at.rotated_dim // 2, device=self.device)
         cos, sin = angles.cos(), angles.sin()
 
         return Work(
             run=lambda: (mla_heads.absorb(q, up, cos, sin, pairs=True), mla_heads.expand(latents, down)),
             num_bytes=up.nbytes + down.nbytes + 2 * (q.nbytes + latents.nbytes),
-            operations=4.0 * rows * at.heads * at.rank * at.plain_dim,
+            operations=2.0 * rows * at.num_heads * at.rank * (at.plain_dim + at.value_dim),
         )
 
 

@@ -168,21 +168,15 @@ def engines_of(model: LawModel, dtype: torch.dtype, device: torch.device) -> Cal
         return random_engine(
             model.config,
             device=device,
-            seed=1,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype,
+            num_blocks=num_blocks,
             block_size=model.block_size,
             split_size=model.split_size,
-            kv_cache_memory=num_blocks * model.block_size * kv_bytes_of_token(model.config, dtype),
+            seed=1,
             **options,
         )
 
     return make_engine
-
-
-def kv_bytes_of_token(config: Mapping[str, Any], dtype: torch.dtype) -> int:
-    """In all layers, keys and values."""
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * dtype.itemsize)
 
 
 def _blocks(lengths: Sequence[int], size: int) -> int:

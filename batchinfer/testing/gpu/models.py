@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from batchinfer.config import EngineConfig
+from batchinfer.cost import ModelShape
 from batchinfer.engine import Engine
 from batchinfer.modelfiles import ModelFiles, StoredTensor, TokenizerFiles
 from batchinfer.runner.load import load_runner
@@ -24,7 +25,7 @@ ZEROS = Path("/dev/zero")
 
 
 def random_files(config: Mapping[str, Any]) -> ModelFiles:
-    """A model of the llama family in bfloat16, whose weights are zeros."""
+    """A model in bfloat16, whose weights are zeros."""
     tensors = {
         name: StoredTensor(
             name=name, file=ZEROS, dtype="BF16", shape=draw.shape, offset=0, nbytes=2 * math.prod(draw.shape)
@@ -42,11 +43,28 @@ def random_files(config: Mapping[str, Any]) -> ModelFiles:
     )
 
 
-def random_engine(config: Mapping[str, Any], *, device: torch.device, seed: int = 0, **options: Any) -> Engine:
-    """An engine on Triton's kernels, without a tokenizer. options: of EngineConfig."""
+def random_engine(
+    config: Mapping[str, Any],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_blocks: int,
+    block_size: int,
+    seed: int = 0,
+    **options: Any,
+) -> Engine:
+    """An engine on Triton's kernels, with so many KV blocks, without a tokenizer. options: of EngineConfig."""
     files = random_files(config)
-    settings = {"device": device.type, "kernels": "triton", "quantization": "none", "num_threads": 8, **options}
-    settings |= {"num_threads": 1} if device.type == "cpu" else {}
+    settings = {
+        "device": device.type,
+        "kernels": "triton",
+        "dtype": name_of(dtype),
+        "quantization": "none",
+        "num_threads": 1 if device.type == "cpu" else 8,
+        "block_size": block_size,
+        "kv_cache_memory": num_blocks * block_size * shape_of(config).kv_bytes_per_token(name_of(dtype)),
+        **options,
+    }
     engine_config = EngineConfig(model=files.name, **settings)
     runner = load_runner(files, engine_config)
     assert isinstance(runner._model, nn.Module)
@@ -63,6 +81,17 @@ def random_engine(config: Mapping[str, Any], *, device: torch.device, seed: int 
     )
 
 
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Of a config that says all of it."""
+    shape = ModelShape.from_config(config)
+    assert shape is not None
+    return shape
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @torch.no_grad()
 def fill(model: nn.Module, seed: int) -> None:
     """Weights that keep hidden states of one size from layer to layer, and logits apart; the same for the same seed on
@@ -75,4 +104,4 @@ def fill(model: nn.Module, seed: int) -> None:
         elif name in ("embed.weight", "lm_head.weight"):
             parameter.normal_(0.0, 0.3, generator=generator)
         else:
-            parameter.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5, generator=generator)
+            parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from batchinfer.modelfiles.deepseek_config import DeepseekConfig
+from batchinfer.modelfiles.experts_config import ExpertsConfig
+from batchinfer.modelfiles.llama_config import LlamaConfig
 from batchinfer.testing.tiny import tiny_config
 
 _LLAMA: dict[str, Any] = {
@@ -50,22 +53,71 @@ SMOLLM2_135M: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "rope_theta": 100000.0,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsShape:
-    num_experts: int
-    top: int
-    hidden: int
-    inner: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentShape:
-    heads: int
-    rank: int
-    rotary_dim: int
-    plain_dim: int  # of a head's query and key, beside the rotary part; and of its value
+QWEN3_30B_A3B: Mapping[str, Any] = {
+    **_LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "rope_theta": 1000000.0,
+}
+# One of its layers with experts, between its embeddings and its head.
+DEEPSEEK_V3_LAYER: Mapping[str, Any] = {
+    **_LLAMA,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 0,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +135,8 @@ class LawModel:
 class Sizes:
     """name            as a user says it
     model           config of the dense model whose steps and layers are measured
+    sparse_model    config of one with experts in every layer, and latent_model of one with latent attention: steps and
+                    layers likewise
     law_models      for the engine's laws, by name
     decode_*        sequences, tokens behind them, steps that are timed
     prefill_*       prompts, tokens of each, steps that are timed
@@ -98,8 +152,8 @@ class Sizes:
     split_size: int
     model: Mapping[str, Any]
     law_models: Mapping[str, LawModel]
-    experts: ExpertsShape
-    latent: LatentShape
+    sparse_model: Mapping[str, Any]
+    latent_model: Mapping[str, Any]
     latent_context: int
     decode_seqs: int
     decode_context: int
@@ -121,29 +175,42 @@ class Sizes:
     warm: int
 
     @property
-    def head_dim(self) -> int:
-        return int(self.model.get("head_dim") or self.model["hidden_size"] // self.model["num_attention_heads"])
+    def dense(self) -> LlamaConfig:
+        return LlamaConfig.from_config(self.model["architectures"][0], self.model)
+
+    @property
+    def sparse(self) -> LlamaConfig:
+        return LlamaConfig.from_config(self.sparse_model["architectures"][0], self.sparse_model)
+
+    @property
+    def experts(self) -> ExpertsConfig:
+        """Of a layer of `sparse`."""
+        experts = self.sparse.experts[0]
+        assert experts is not None
+        return experts
+
+    @property
+    def latent(self) -> DeepseekConfig:
+        return DeepseekConfig.from_config(self.latent_model["architectures"][0], self.latent_model)
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
-        """(output features, inputs) of a layer's products, by name."""
-        config, hidden = self.model, int(self.model["hidden_size"])
-        queries, keys = (config[f"num_{kind}_heads"] * self.head_dim for kind in ("attention", "key_value"))
-        inner = int(config["intermediate_size"])
+        """(output features, inputs) of a dense layer's products, by name."""
+        at = self.dense
+        queries, keys = at.num_heads * at.head_dim, at.num_kv_heads * at.head_dim
         return {
-            "qkv": (queries + 2 * keys, hidden),
-            "o": (hidden, queries),
-            "gate_up": (2 * inner, hidden),
-            "down": (hidden, inner),
+            "qkv": (queries + 2 * keys, at.hidden_size),
+            "o": (at.hidden_size, queries),
+            "gate_up": (2 * at.intermediate_size, at.hidden_size),
+            "down": (at.hidden_size, at.intermediate_size),
         }
 
 
 def _tiny_models(*families: str, longest: int = 40, new_tokens: int = 12, **overrides: Any) -> dict[str, LawModel]:
-
-    windows = {"mistral": {"sliding_window": 6}}
+    own: Mapping[str, dict[str, Any]] = {"mistral": {"sliding_window": 6}, "deepseek-v3": {"qk_rope_head_dim": 16}}
     return {
         f"tiny {name}": LawModel(
-            config=tiny_config(name, **{**overrides, **windows.get(name, {})}),
+            config=tiny_config(name, **{**overrides, **own.get(name, {})}),
             block_size=4,
             split_size=16,
             longest=longest,
@@ -160,13 +227,13 @@ WHOLE = Sizes(
     split_size=256,
     model=LLAMA_8B,
     law_models={
-        **_tiny_models("llama-bias", "qwen3-tied", "mistral"),
+        **_tiny_models("llama-bias", "qwen3-tied", "mistral", "qwen3-moe", "deepseek-v3"),
         "SmolLM2-135M's shape": LawModel(
             config=SMOLLM2_135M, block_size=16, split_size=256, longest=600, new_tokens=24
         ),
     },
-    experts=ExpertsShape(num_experts=128, top=8, hidden=2048, inner=768),  # Qwen3-30B-A3B
-    latent=LatentShape(heads=128, rank=512, rotary_dim=64, plain_dim=128),  # DeepSeek-V3
+    sparse_model=QWEN3_30B_A3B,
+    latent_model=DEEPSEEK_V3_LAYER,
     latent_context=4096,
     decode_seqs=256,
     decode_context=1024,
@@ -209,6 +276,24 @@ _TOY_MODEL: Mapping[str, Any] = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
 }
+_TOY_EXPERTS: Mapping[str, Any] = tiny_config(
+    "qwen3-moe",
+    num_hidden_layers=1,
+    mlp_only_layers=[],
+    num_key_value_heads=1,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    vocab_size=128,
+)
+_TOY_LATENTS: Mapping[str, Any] = tiny_config(
+    "deepseek-v3",
+    num_hidden_layers=1,
+    first_k_dense_replace=0,
+    qk_rope_head_dim=16,
+    moe_intermediate_size=32,
+    vocab_size=128,
+)
 # Triton's interpreter is slow, and wrong in bfloat16.
 TOY = Sizes(
     name="toy",
@@ -219,8 +304,8 @@ TOY = Sizes(
     law_models=_tiny_models(
         "llama-bias", longest=18, new_tokens=4, num_hidden_layers=1, intermediate_size=48, num_key_value_heads=1
     ),
-    experts=ExpertsShape(num_experts=4, top=2, hidden=64, inner=32),
-    latent=LatentShape(heads=4, rank=32, rotary_dim=16, plain_dim=16),
+    sparse_model=_TOY_EXPERTS,
+    latent_model=_TOY_LATENTS,
     latent_context=20,
     decode_seqs=2,
     decode_context=12,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from batchinfer.testing.gpu.engine_benches import OFFLINE, EngineBenches
+from batchinfer.testing.gpu.engine_benches import OFFLINE, EngineBenches, model_checks
 from batchinfer.testing.gpu.kernel_benches import KernelBenches
 from batchinfer.testing.gpu.kernels import Maker, cases, step_batch
 from batchinfer.testing.gpu.outcome import Check, Clock, Line, attempt
@@ -49,6 +49,34 @@ def test_benches_of_the_engine() -> None:
     decode = next(line for name, line in found.items() if name.startswith("decode"))
     assert decode.numbers["context"] == pytest.approx(TOY.decode_context, abs=3)
     assert not benches.engine.has_unfinished()
+
+
+def test_benches_of_models_with_experts_and_latents() -> None:
+    """Each has gone before the next comes."""
+    checks = list(model_checks(TOY, CPU, Clock(600)))
+    found = lines_of(checks)
+    check_numbers(found)
+    assert [name.partition(":")[0] for name in found] == ["qwen3_moe, one layer"] * 2 + ["deepseek_v3, one layer"] * 2
+    first, last = (check.run.args[0] for check in (checks[0], checks[-1]))  # type: ignore[attr-defined]
+    assert "engine" not in vars(first) and "engine" in vars(last)
+    for name, line in found.items():
+        if "decode" in name:
+            assert line.numbers["context"] == pytest.approx(TOY.decode_context, abs=3)
+
+
+def test_what_steps_must_read_and_compute() -> None:
+    """By hand, for a dense model."""
+    benches = EngineBenches(WHOLE, CPU, Clock(60))
+    layers = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    assert benches._weight_bytes(256) == 2 * (layers + 4096 * 128256 + 65 * 4096)
+    attention = 4 * 4096 * 32 * 2048 * 2049 / 2
+    assert benches._prompt_operations(8, 2048) == 8 * (2 * layers * 2048 + attention + 2 * 4096 * 128256)
+    sparse = replace(benches, other_model=WHOLE.sparse_model)
+    expert = 3 * 2048 * 768
+    attention_weights = 48 * (2048 * 5120 + 4096 * 2048 + 128 * 2048)
+    most, least = (2 * (attention_weights + 48 * n * expert + 2048 * 151936 + 97 * 2048) for n in (128, 8))
+    assert sparse._weight_bytes(1) == pytest.approx(least)
+    assert sparse._weight_bytes(256) == pytest.approx(most)
 
 
 def test_a_step_that_takes_long_once_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +134,10 @@ def test_no_kernel_is_left_out() -> None:
 
 
 def test_shapes_are_those_of_the_models() -> None:
+    assert (WHOLE.experts.num_experts, WHOLE.experts.top_k, WHOLE.sparse.hidden_size) == (128, 8, 2048)
+    assert WHOLE.experts.intermediate_size == 768
+    assert (WHOLE.latent.num_heads, WHOLE.latent.rank, WHOLE.latent.row_size) == (128, 512, 576)
+    assert WHOLE.latent.experts[0] is not None and WHOLE.latent.experts[0].num_experts == 256
     assert WHOLE.products == {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
@@ -121,5 +153,6 @@ def test_experts_of_no_token_are_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     """All tokens are alike here, and so go to the same two of four experts."""
     monkeypatch.setattr(Maker, "normal", lambda self, *shape, std=1.0: torch.ones(shape))
     at, rows = TOY.experts, 4
-    numbers = 3 * at.top * at.hidden * at.inner + at.num_experts * at.hidden + 2 * rows * at.hidden
+    hidden = TOY.sparse.hidden_size
+    numbers = 3 * at.top_k * hidden * at.intermediate_size + at.num_experts * hidden + 2 * rows * hidden
     assert Maker(sizes=TOY, device=CPU).experts(rows).num_bytes == 4 * numbers
