@@ -21,6 +21,8 @@ from batchinfer_kernels.probe import RowRule, product
 # of MKL falls by a third when its output does not stay in the caches.
 HEAD_TILE = 2048
 SUM_WIDTH = 64
+# What torch gives a thread of an elementwise operation at least (at::internal::GRAIN_SIZE).
+GRAIN = 32_768
 
 
 def make_linear(rule: RowRule) -> Callable[..., Tensor]:
@@ -100,9 +102,22 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """`reference.silu_and_mul`."""
-    half = gate_up.shape[-1] // 2
-    return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
+    """`reference.silu_and_mul` of gate_up [T, 2 I].
+
+    torch shares the elements out evenly, and rounds otherwise where a thread's share ends: rows in which one does are
+    computed again, alone.
+    """
+    rows, half = gate_up.shape[0], gate_up.shape[-1] // 2
+    gate = gate_up[:, :half]
+    out = F.silu(gate)
+    threads = min(torch.get_num_threads(), -(-rows * half // GRAIN)) if gate_up.device.type == "cpu" else 1
+    if threads > 1:
+        share = -(-rows * half // threads)
+        for row in {end // half for end in range(share, rows * half, share) if end % half}:
+            for start in range(0, half, GRAIN):  # so little that it is not shared out
+                part = row, slice(start, start + GRAIN)
+                torch.ops.aten.silu.out(gate[part], out=out[part])
+    return out.mul_(gate_up[:, half:])
 
 
 def mix(x: Tensor, weights: Tensor, ids: Tensor, expert: experts.Expert, residual: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ class ReferenceInt8:
         return y if residual is None else residual.add_(y)
 
     def gated(self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None) -> QuantizedRows:
-        return self.quantize(reference.silu_and_mul(self.linear(x, packed, bias, None)))
+        return self.quantize(cpu.silu_and_mul(self.linear(x, packed, bias, None)))
 
     def argmax(self, x: QuantizedRows, packed: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         y = self.linear(x, packed, None, None)

@@ -27,6 +27,22 @@ def threads(request: pytest.FixtureRequest) -> int:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("inner", [100, 1408, 1500, 33_000])
+def test_a_gated_activation_does_not_depend_on_how_threads_share_its_rows(inner: int) -> None:
+    """torch computes silu in another way where a thread's share ends."""
+    run, x = resolve("cpu").silu_and_mul, normal(1001 if inner < 1000 else 60 if inner > 5000 else 301, 2 * inner)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = run(x)
+        for threads in (2, 3, 5, 8):
+            torch.set_num_threads(threads)
+            for rows in (len(x), len(x) - 1, 151, 20, 3, 1):
+                assert torch.equal(run(x[:rows]), expected[:rows]), (threads, rows)
+    finally:
+        torch.set_num_threads(before)
+
+
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
