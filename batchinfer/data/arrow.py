@@ -52,7 +52,7 @@ def inspect_arrow(name: str, uri: str, options: Mapping[str, Any]) -> tuple[pa.S
                     f"its footer knows {reader.num_record_batches} record batches, but it has {len(layout.offsets)}"
                 )
             size = source.size()
-    except (pa.ArrowException, OSError, EOFError) as error:
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:  # of types that can't be, ValueError
         raise InputError(
             f"input file {name} can't be read as Arrow IPC: {error}; it is broken, was cut off, or is another format "
             "(input.format): write it again or remove it"

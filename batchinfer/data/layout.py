@@ -187,7 +187,7 @@ def storable(kind: pa.DataType, nested: bool = False) -> pa.DataType:
         return pa.string()
     if nested and t.is_binary_view(kind):
         return pa.binary()
-    if t.is_union(kind) or t.is_interval(kind):
+    if t.is_union(kind) or t.is_interval(kind) or (t.is_decimal(kind) and not 0 <= kind.scale <= kind.precision):
         raise _Unstorable(str(kind))
     return kind
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from batchinfer.data.schema import conform, nulls
@@ -143,6 +144,7 @@ def _check_all_but_values(array: pa.Array) -> None:
     except pa.ArrowInvalid as error:
         if not any(words in str(error) for words in _WRONG_VALUES):
             raise
+    _check_places(array)
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
         inner = [array.storage]
@@ -156,6 +158,36 @@ def _check_all_but_values(array: pa.Array) -> None:
         inner = [array.values] if hasattr(array, "values") else []
     for child in inner:  # the first fault found hides those of the others
         _check_all_but_values(child)
+
+
+def _check_places(array: pa.Array) -> None:
+    """Raises ArrowInvalid unless children hold all that the array says they do, wherever the array lies in them: Arrow
+    looks at children's values first, and tells of the first fault alone."""
+    t, kind, missing = pa.types, array.type, False
+    if t.is_list_view(kind) or t.is_large_list_view(kind):
+        starts, sizes = (x.to_numpy().astype(np.int64) for x in (array.offsets, array.sizes))
+        missing = _are_outside(starts, sizes, len(array.values))
+    elif t.is_list(kind) or t.is_large_list(kind) or t.is_map(kind):
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        count = min(len(array.keys), len(array.items)) if t.is_map(kind) else len(array.values)
+        missing = _are_outside(offsets[:-1], np.diff(offsets), count)
+    elif t.is_fixed_size_list(kind):
+        missing = (array.offset + len(array)) * kind.list_size > len(array.values)
+    elif t.is_struct(kind):
+        missing = any(len(array.field(i)) < len(array) for i in range(kind.num_fields))
+    elif t.is_run_end_encoded(kind):
+        ends = array.run_ends.to_numpy().astype(np.int64)
+        rises = (np.diff(ends, prepend=0) > 0).all()
+        missing = not rises or len(array.values) < len(ends) or ends[-1:].sum() < array.offset + len(array)
+    elif t.is_union(kind):
+        missing = True  # these are nowhere repaired
+    if missing:
+        raise pa.ArrowInvalid(f"{kind}: not all values that it speaks of are there")
+
+
+def _are_outside(starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], count: int) -> bool:
+    # `count - starts` can't overflow where `starts + sizes` might.
+    return bool(((starts < 0) | (sizes < 0) | (sizes > count - starts)).any())
 
 
 def _copy(value: pa.Array) -> pa.Array:

@@ -153,3 +153,11 @@ def test_changed_types_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     output_schema(pa.schema([("when", pa.timestamp("s")), ("a", S)]))
     assert "column 'when' is timestamp[s] and becomes timestamp[ms] in Parquet" in caplog.text
     assert "'a'" not in caplog.text
+
+
+@pytest.mark.parametrize("scale", [-2, 6])
+def test_decimals_that_parquet_can_not_hold_are_refused(scale: int) -> None:
+    schema = pa.schema({"x": pa.list_(pa.decimal128(5, scale))})
+    with pytest.raises(InputError, match=r"'x' can't be carried along.*decimal128\(5, "):
+        output_schema(schema)
+    assert output_schema(schema, columns=()).input_columns == ()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import datetime
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -379,3 +383,60 @@ def test_nested_names_that_are_no_text_are_found_however_long_the_type_is(tmp_pa
     (tmp_path / "a.arrow").write_bytes(sink.getvalue().to_pybytes().replace(b"name_is_bad", b"name_is_\xff\xfe\xfd"))
     with pytest.raises(InputError, match="not UTF-8 text"):
         open_dataset(str(tmp_path))
+
+
+def _broken_text(count: int) -> pa.Array:
+    """Strings of one byte each, none of them UTF-8."""
+    offsets = pa.py_buffer(np.arange(count + 1, dtype=np.int32))
+    return pa.Array.from_buffers(pa.string(), count, [None, offsets, pa.py_buffer(b"\xff" * count)])
+
+
+def _laid(kind: pa.DataType, numbers: list[npt.NDArray[Any]], children: list[pa.Array]) -> pa.Array:
+    return pa.Array.from_buffers(kind, 2, [None, *map(pa.py_buffer, numbers)], children=children)
+
+
+def _runs(numbers: list[npt.NDArray[Any]]) -> pa.Array:
+    return _laid(pa.run_end_encoded(pa.int32(), TEXT), [], [_laid(pa.int32(), numbers, []), TEXTS])
+
+
+TEXT, TEXTS = pa.string(), _broken_text(2)
+PAIRS = pa.StructArray.from_arrays([pa.array(["k", "l"]), TEXTS], names=["key", "value"])
+# How an array is made of the numbers that say where its values are: right ones, then wrong ones.
+BEYOND: dict[str, tuple[Callable[[list[npt.NDArray[Any]]], pa.Array], str, list[list[int]], list[list[int]]]] = {
+    "list: beyond": (lambda at: _laid(pa.list_(TEXT), at, [TEXTS]), "int32", [[0, 1, 2]], [[0, 1, 9]]),
+    "list: back": (lambda at: _laid(pa.list_(TEXT), at, [TEXTS]), "int32", [[0, 1, 2]], [[0, 2, 1]]),
+    "list: before": (lambda at: _laid(pa.list_(TEXT), at, [TEXTS]), "int32", [[0, 1, 2]], [[-1, 1, 2]]),
+    "large list": (lambda at: _laid(pa.large_list(TEXT), at, [TEXTS]), "int64", [[0, 1, 2]], [[0, 1 << 62, 2]]),
+    "list view": (
+        lambda at: _laid(pa.list_view(TEXT), at, [TEXTS]),
+        "int32",
+        [[0, 1], [1, 1]],
+        [[0, 1], [1, 2**31 - 1]],
+    ),
+    "large list view": (
+        lambda at: _laid(pa.large_list_view(TEXT), at, [TEXTS]),
+        "int64",
+        [[0, 1], [1, 1]],
+        [[0, 1], [1, 2**63 - 1]],
+    ),
+    "map": (lambda at: _laid(pa.map_(TEXT, TEXT), at, [PAIRS]), "int32", [[0, 1, 2]], [[0, 1, 3]]),
+    "runs: back": (_runs, "int32", [[1, 2]], [[2, 1]]),
+    "runs: short": (_runs, "int32", [[1, 2]], [[0, 1]]),
+    "union": (lambda at: pa.UnionArray.from_sparse(pa.array([0, 0], pa.int8()), [TEXTS]), "int32", [], []),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a list"])
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_broken_value_does_not_hide_values_that_are_not_there(name: str, nested: bool) -> None:
+    """Arrow tells of the text alone. Touched, such an array ends the process."""
+    make, dtype, right, wrong = BEYOND[name]
+    numbers = [np.array(places, dtype) for places in right]
+    array = make(numbers)
+    if nested:
+        places = pa.py_buffer(np.array([0, 2], np.int32))
+        array = pa.Array.from_buffers(pa.list_(array.type), 1, [None, places], children=[array])
+    for buffer, places in zip(numbers, wrong, strict=True):
+        buffer[:] = places  # behind Arrow's back, as in a damaged file
+    with pytest.raises(pa.ArrowInvalid):
+        check_text(0, pa.RecordBatch.from_arrays([array], names=["x"]))
