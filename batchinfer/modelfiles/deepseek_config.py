@@ -166,6 +166,10 @@ def _experts(architecture: str, config: Mapping[str, Any], num_layers: int) -> t
             )
     # Without groups whatever n_group says.
     limited = is_v3 or config.get("topk_method") == "group_limited_greedy"
+    if is_v3:
+        for key in ("norm_topk_prob", "routed_scaling_factor"):
+            if config.get(key) is None:  # programs take other values then than for V2
+                raise ModelError(f"{key} is missing in the model's config")
     inner = whole(config, "moe_intermediate_size")
     renormalize, scale = flag(config, "norm_topk_prob"), real(config, "routed_scaling_factor", default=1.0)
     if renormalize and scale != 1 and not is_v3:
@@ -182,8 +186,8 @@ def _experts(architecture: str, config: Mapping[str, Any], num_layers: int) -> t
         correction_bias=is_v3,
         renormalize=renormalize,
         scale=scale,
-        num_groups=whole(config, "n_group", default=1) if limited else 1,
-        top_groups=whole(config, "topk_group", default=1) if limited else 1,
+        num_groups=whole(config, "n_group") if limited else 1,
+        top_groups=whole(config, "topk_group") if limited else 1,
         shared_size=whole(config, "n_shared_experts", default=0, least=0, most=MOST_EXPERTS) * inner,
     )
     return tuple(None if i < num_dense else experts for i in range(num_layers))

@@ -180,6 +180,24 @@ def test_what_is_refused(change: dict[str, Any], message: str) -> None:
         read(config)
 
 
+@pytest.mark.parametrize("key", ["norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"])
+@pytest.mark.parametrize("left", [..., None])
+def test_what_v3_must_say_of_its_experts(key: str, left: Any) -> None:
+    """Without it there would be other numbers than programs that have defaults for V3 compute."""
+    config = {name: value for name, value in {**V3_ITSELF, key: left}.items() if value is not ...}
+    with pytest.raises(ModelError, match=key):
+        read(config)
+    assert read({**config, "n_routed_experts": None}).experts == (None,) * 61
+
+
+@pytest.mark.parametrize("key", ["n_group", "topk_group"])
+def test_groups_that_count_must_be_told_of_v2_too(key: str) -> None:
+    config = {**V2_LITE, "n_group": 8, "topk_group": 3, key: None}
+    assert read(config).experts[-1] == read(V2_LITE).experts[-1]
+    with pytest.raises(ModelError, match=f"{key} .* positive integer, got None"):
+        read({**config, "topk_method": "group_limited_greedy"})
+
+
 def test_which_models_are_latent() -> None:
     assert is_latent(V2_LITE) and is_latent(V3_ITSELF)
     for config in (tiny_config(), {}, {"architectures": None}, {"architectures": V3}, {"architectures": [3, {}]}):
