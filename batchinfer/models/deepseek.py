@@ -23,6 +23,7 @@ from batchinfer.modelfiles import ModelFiles
 from batchinfer.modelfiles.deepseek_config import DeepseekConfig
 from batchinfer.models.base import BuildOptions, ModelFacts
 from batchinfer.models.expert_rules import expert_rules, mlp_rules
+from batchinfer.models.tied_head import has_tied_head
 from batchinfer.weights import Ignore, Rule, stored_parts
 
 # Of the norms of latents: what the released models were trained with, whatever rms_norm_eps says.
@@ -181,6 +182,7 @@ def build(architecture: str, files: ModelFiles, options: BuildOptions) -> Deepse
     if files.kind != "hf":
         raise ModelError(f"{architecture} is read from a folder with config.json and safetensors only")
     config = DeepseekConfig.from_config(architecture, files.config)
+    config = replace(config, tie_word_embeddings=has_tied_head(files, config.tie_word_embeddings))
     facts = ModelFacts(
         architecture=architecture,
         num_layers=config.num_layers,

@@ -11,7 +11,6 @@ context's.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,9 +28,8 @@ from batchinfer.modelfiles import ModelFiles
 from batchinfer.modelfiles.llama_config import LlamaConfig
 from batchinfer.models.base import BuildOptions, ModelFacts
 from batchinfer.models.expert_rules import expert_rules, mlp_rules
-from batchinfer.weights import Ignore, Rule, equal_values, stored_parts
-
-_log = logging.getLogger(__name__)
+from batchinfer.models.tied_head import has_tied_head
+from batchinfer.weights import Ignore, Rule, stored_parts
 
 
 class Attention(nn.Module):
@@ -293,12 +291,7 @@ def pairwise(rows: Tensor, *, head_dim: int) -> Tensor:
 def build(architecture: str, files: ModelFiles, options: BuildOptions) -> LlamaForCausalLM:
     """A member of the family with parameters not yet filled."""
     config = LlamaConfig.from_config(architecture, files.config)
-    if config.tie_word_embeddings and _has_own_head(files):
-        _log.warning(
-            "%s: tie_word_embeddings is true, but lm_head.weight is stored and differs from the embedding: not tied",
-            files.root,
-        )
-        config = replace(config, tie_word_embeddings=False)
+    config = replace(config, tie_word_embeddings=has_tied_head(files, config.tie_word_embeddings))
     facts = ModelFacts(
         architecture=architecture,
         num_layers=config.num_layers,
@@ -316,9 +309,3 @@ def build(architecture: str, files: ModelFiles, options: BuildOptions) -> LlamaF
     if layers.scheme.stored_types:
         layers = replace(layers, stored=stored_parts(files.tensors, _hf_rules(architecture)))
     return LlamaForCausalLM(config, facts, layers)
-
-
-def _has_own_head(files: ModelFiles) -> bool:
-    """Whether a head is stored that is not the embedding again: transformers takes it, whatever the config says."""
-    embedding, head = files.tensors.get("model.embed_tokens.weight"), files.tensors.get("lm_head.weight")
-    return embedding is not None and head is not None and not equal_values(embedding, head)

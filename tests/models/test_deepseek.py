@@ -198,6 +198,20 @@ def test_layers_that_predict_further_tokens_are_ignored_by_their_number(tmp_path
         load(folder)
 
 
+def test_a_stored_head_of_a_tied_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An equal one is ignored, another one is taken, as in the llama family."""
+    tied = make_tiny(tmp_path / "tied", "deepseek-v2", tie_word_embeddings=True, **DENSE)
+    tensors = load_file(tied / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    plain = logits(load(tied))
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, tied / "model.safetensors")
+    assert torch.equal(logits(load(tied)), plain) and caplog.text == ""
+    save_file({**tensors, "lm_head.weight": embedding.flip(0)}, tied / "model.safetensors")
+    torch.testing.assert_close(logits(load(tied)), plain.flip(-1))
+    assert "not tied" in caplog.text
+
+
 def test_what_the_cache_holds_and_what_weights_take(tmp_path: Path) -> None:
     model = load(make_tiny(tmp_path, "deepseek-v3", **DENSE))
     (spec,) = set(model.attention_specs)
