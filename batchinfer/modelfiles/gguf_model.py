@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.errors import ModelError
+from batchinfer.modelfiles.experts_config import MOST_EXPERTS
 from batchinfer.modelfiles.files import ModelFiles, StoredTensor, TokenizerFiles
 from batchinfer.modelfiles.gguf_header import GGUFHeader, read_headers
 
@@ -104,9 +105,11 @@ def _experts_apart(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTenso
     shared experts, which are written as vectors, as the rows that they are."""
     found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        if (hit := _EXPERTS.fullmatch(name)) is not None and len(tensor.shape) == 3 and tensor.shape[0]:
-            nbytes = tensor.nbytes // tensor.shape[0]
-            for i in range(tensor.shape[0]):
+        num_experts = tensor.shape[0] if len(tensor.shape) == 3 else 0
+        # Those of another form, or of a damaged number, stay as they are: no parameter is of such a name.
+        if (hit := _EXPERTS.fullmatch(name)) is not None and 0 < num_experts <= MOST_EXPERTS:
+            nbytes = tensor.nbytes // num_experts
+            for i in range(num_experts):
                 one = f"{hit[1]}.{i}.weight"
                 offset = tensor.offset + i * nbytes
                 found[one] = replace(tensor, name=one, shape=tensor.shape[1:], offset=offset, nbytes=nbytes)

@@ -66,6 +66,16 @@ def test_experts_in_the_config_and_one_by_one(tmp_path: Path, family: str) -> No
     assert "blk.1.ffn_up_exps.8.weight" not in files.tensors and "blk.1.ffn_up_exps.weight" not in files.tensors
 
 
+def test_a_damaged_number_of_experts_makes_no_tensors(tmp_path: Path) -> None:
+    path = make_tiny_gguf(tmp_path / "t.gguf", "mixtral", quant="F32")
+    name = "blk.0.ffn_up_exps.weight"
+    info = name.encode() + struct.pack("<IQQQ", 3, 64, 48, 8)
+    assert path.read_bytes().count(info) == 1
+    path.write_bytes(path.read_bytes().replace(info, name.encode() + struct.pack("<IQQQ", 3, 64, 0, 1 << 40)))
+    tensors = open_model(str(path)).tensors
+    assert tensors[name].shape == (1 << 40, 0, 64) and "blk.0.ffn_up_exps.0.weight" not in tensors
+
+
 def test_weights_of_experts_that_do_not_add_up(tmp_path: Path) -> None:
     metadata = {"llama.expert_weights_norm": False}
     refused(make_tiny_gguf(tmp_path / "t.gguf", "mixtral", metadata=metadata), "llama.expert_weights_norm is false")
