@@ -323,6 +323,8 @@ def _probe(files: ModelFiles, config: EngineConfig, device: torch.device, dtype:
     shapes = [(2 * inner, hidden), (hidden, inner)] + [(hidden, q_size)] * (q_size != hidden)
     if expert := size("moe_intermediate_size", inner if "num_local_experts" in files.config else 0):
         shapes += [(2 * expert, hidden), (hidden, expert), (64, hidden)]  # the last of routers
+    if shared := size("shared_expert_intermediate_size", 0):
+        shapes += [(2 * shared, hidden), (hidden, shared)]
     return _find_rule(shapes, config, device, dtype, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads)
 
 

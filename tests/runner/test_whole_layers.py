@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from batchinfer_kernels.native import library
+from batchinfer_kernels.probe import RowFacts, find_row_rule
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchinfer.runner import load
 from batchinfer.runner.local import LocalRunner
 from batchinfer.testing.step_driver import GREEDY, StepDriver
 from batchinfer.testing.tiny import FAMILIES, VOCAB_SIZE
@@ -164,6 +166,19 @@ def test_products_of_torch_are_measured_where_there_are_any(family: str, make_ru
     with Products() as products:
         run(runner, chunk=50)
     assert products.names and "row_rule" in runner.facts()
+
+
+def test_products_of_all_experts_are_measured(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts, of the shared one, and of layers without any."""
+    tried: list[tuple[int, int]] = []
+
+    def find(shapes: list[tuple[int, int]], **options: Any) -> RowFacts:
+        tried.extend(shapes)
+        return find_row_rule(shapes, **options)
+
+    monkeypatch.setattr(load, "find_row_rule", find)
+    make_runner("qwen2-moe", quantization="none")
+    assert {(2 * inner, 64) for inner in (160, 80, 48)} | {(64, inner) for inner in (160, 80, 48)} <= set(tried)
 
 
 @needs_native
