@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 MAX_EXACT_FLOAT = 1 << 53
+MAX_WHOLE = 10**76 - 1  # of decimal256
 DOMINANT = 0.9
 Kind = Literal["text", "number", "object", "numbers", "objects"]  # the last two are lists
 _KINDS: dict[Kind, tuple[type, ...]] = {
@@ -50,12 +51,14 @@ _ARROW_KINDS = (
 
 
 class Shape:
-    """What values have been seen at one place: counts by kind, range of integers, list items, fields."""
+    """What values have been seen at one place: counts by kind, range of integers (and how many are beyond all types,
+    which are in no range), list items, fields."""
 
-    __slots__ = ("counts", "fields", "high", "item", "low")
+    __slots__ = ("counts", "fields", "high", "item", "low", "num_beyond")
 
     def __init__(self) -> None:
         self.counts: dict[type, int] = {}
+        self.num_beyond = 0
         self.low = 0
         self.high = 0
         self.item: Shape | None = None
@@ -67,7 +70,9 @@ class Shape:
         kind = type(value)
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if kind is int:
-            if value < self.low:
+            if not -MAX_WHOLE <= value <= MAX_WHOLE:
+                self.num_beyond += 1
+            elif value < self.low:
                 self.low = value
             elif value > self.high:
                 self.high = value
@@ -151,9 +156,11 @@ class Shape:
         if kind is bool:
             return pa.bool_(), False
         if kind is float:
-            return pa.float64(), max(self.high, -self.low) > MAX_EXACT_FLOAT
+            return pa.float64(), self.num_beyond > 0 or max(self.high, -self.low) > MAX_EXACT_FLOAT
         if kind is int:
-            return _integer_type(self.low, self.high)
+            if self.num_beyond == self.counts[int]:
+                return pa.string(), True
+            return _integer_type(self.low, self.high), self.num_beyond > 0
         if kind is list:
             item, mixed = self.item.arrow() if self.item is not None else (pa.null(), False)
             return pa.list_(item), mixed
@@ -163,15 +170,12 @@ class Shape:
         return pa.struct([(name, own) for name, (own, _) in inner.items()]), any(m for _, m in inner.values())
 
 
-def _integer_type(low: int, high: int) -> tuple[pa.DataType, bool]:
+def _integer_type(low: int, high: int) -> pa.DataType:
     if low >= -(1 << 63) and high < 1 << 63:
-        return pa.int64(), False
+        return pa.int64()
     if low >= 0 and high < 1 << 64:
-        return pa.uint64(), False
-    digits = len(str(max(high, -low)))
-    if digits <= 38:
-        return pa.decimal128(38, 0), False
-    return (pa.decimal256(76, 0), False) if digits <= 76 else (pa.string(), True)
+        return pa.uint64()
+    return pa.decimal128(38, 0) if max(high, -low) < 10**38 else pa.decimal256(76, 0)
 
 
 def clean_surrogates(value: Any) -> Any:

@@ -103,6 +103,19 @@ def test_whole_and_fractional_numbers_are_one_kind(tmp_path: Path) -> None:
     assert list(errors_of(dataset)) == [2]  # a double can't hold it: said, not rounded
 
 
+@pytest.mark.parametrize("huge", [10**76, -(10**76), 10**400])
+@pytest.mark.parametrize("others", [[1, -3], [1.5, 2], [2**64, 3], [10**76 - 1, 1 - 10**76]])
+def test_a_number_beyond_all_types_is_an_error_of_its_row(tmp_path: Path, others: list[Any], huge: int) -> None:
+    rows = [{"a": value, "b": {"c": [value]}} for value in [others[0], huge, others[1]]]
+    dataset = open_dataset(put(tmp_path / "x.jsonl", *rows))
+    assert list(errors_of(dataset)) == [1]
+    got = [row["a"] for row in rows_of(dataset)]
+    assert got == [others[0], None, others[1]] == [row["b"]["c"][0] for row in rows_of(dataset)]
+    # Where there are no others, it is kept as text.
+    dataset = open_dataset(put(tmp_path / "y.jsonl", {"a": huge}))
+    assert [row["a"] for row in rows_of(dataset)] == [str(huge)] and list(errors_of(dataset)) == [0]
+
+
 def test_prompts_of_all_kinds(tmp_path: Path) -> None:
     """Wrong kinds are errors of their rows; "nan", "null" and "None" are ordinary text."""
     prompts = ["hi", None, "", "   ", "\n", float("nan"), 123, True, [], {"a": 1}, "nan", "null", "None"]
@@ -358,9 +371,9 @@ def test_any_json_can_be_read(tmp_path_factory: pytest.TempPathFactory, rows: li
     ("used_as", "good", "bad"),
     [
         ("objects", [{"role": "user", "content": "hi"}], ["text", 3, {"role": "user"}, ["text"], True]),
-        ("numbers", [1, 2], ["1", 2, ["x"], ["x", "y"], {"a": 1}]),
+        ("numbers", [1, 2], ["1", 2, ["x"], ["x", "y"], {"a": 1}, [1, 10**80]]),
         ("text", "hi", [3, 1.5, True, ["x"], {"a": 1}]),
-        ("number", 5, ["5", True, [5], {"a": 1}]),
+        ("number", 5, ["5", True, [5], {"a": 1}, 10**80, -(10**90)]),
         ("object", {"a": 1}, ["x", 1, [[1, 2]]]),
     ],
 )

@@ -22,7 +22,7 @@ from batchinfer.testing.fuzzing.campaign import Plan, run_campaign
 from batchinfer.testing.fuzzing.case import Case, job_text
 from batchinfer.testing.fuzzing.children import Child, make_case
 from batchinfer.testing.fuzzing.kinds import KINDS
-from batchinfer.testing.fuzzing.trial import try_case
+from batchinfer.testing.fuzzing.trial import text_of, try_case
 
 PROMPTS = [f"good row {i}" for i in range(12)]
 
@@ -37,6 +37,12 @@ def test_a_few_hundred_hostile_inputs(tmp_path: Path) -> None:
         sums = run_campaign(plan)
         assert sums.ok, [(failure.kind, failure.number, failure.what, failure.detail) for failure in sums.failures]
         assert sums.outcomes[kind].total()
+
+
+def test_ids_beside_bytes_of_another_file_keep_their_bytes() -> None:
+    raw = bytes(range(16))
+    own = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([raw], pa.binary(16)))
+    assert text_of(own[0]) == text_of(pa.scalar(raw, pa.large_binary())) != text_of(pa.scalar(raw[::-1]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -266,7 +267,10 @@ def text_of(value: pa.Scalar) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Times as text: for some units pyarrow gives pandas' own kind, once pandas is there."""
+    """Times as text: for some units pyarrow gives pandas' own kind, once pandas is there. UUIDs as the bytes that they
+    become beside another file's bytes."""
+    if isinstance(value, UUID):
+        return value.bytes
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
