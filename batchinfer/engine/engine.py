@@ -14,15 +14,17 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
 
+from batchinfer.engine.overlap import OverlappedSteps
 from batchinfer.engine.recovery import StepExecutor
 from batchinfer.engine.stopping import StopStringWatch, end_ids, num_unended, refuse, stop_ids, tokens_of_text
 from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import ModelFiles
-from batchinfer.runner.base import ModelRunner
-from batchinfer.scheduling import Scheduler, Sequence, Status
+from batchinfer.runner.base import ModelRunner, OverlappingRunner
+from batchinfer.scheduling import LookaheadScheduler, Scheduler, Sequence, Status
 from batchinfer.text import SequenceDecoder, Tokenizer
 from batchinfer.types.request import CompletionOutput, PartialOutput, Request, RequestOutput, SamplingParams
 from batchinfer.types.rows import RowError
+from batchinfer.types.step import StepPlan, StepResult
 from batchinfer.types.streams import sample_key
 
 GROW_AFTER_STEPS = 500
@@ -39,8 +41,10 @@ class EngineStats:
     num_prompt_tokens      of all samples that have begun
     num_copied_tokens      cached ones that were copied out of the middle of a block
     num_recomputed_tokens  computed, lost to pre-emption (or with another engine) and computed again
-    num_computed_tokens    run through the model: more than needed where pre-emption made it run them again
+    num_computed_tokens    run through the model: more than needed where pre-emption made it run them again, and where a
+                           sequence had ended when it was in the next step already
     num_clamped_requests   whose max_tokens did not fit into the context behind the prompt
+    waiting_s              of runner_s, where steps overlap: waiting for what the host's work did not cover
     """
 
     num_steps: int = 0
@@ -62,6 +66,7 @@ class EngineStats:
     max_num_batched_tokens: int = 0
     scheduler_s: float = 0.0
     runner_s: float = 0.0
+    waiting_s: float = 0.0
     output_s: float = 0.0
 
 
@@ -83,6 +88,9 @@ class Engine:
     Every request yields exactly one RequestOutput, with `outputs` or with `error`. Raises EngineError only when the
     runner is broken as a whole; nothing of the engine may be used after that but `close`.
 
+    async_scheduling: whether a step is planned and launched while the one before it is under way, where the runner can
+    (None: then it is). Outcomes are the same, and come a call of `step` later.
+
     A request that must be given up can go on in another engine of the same model: `partial_outputs` tells what it has,
     and the same request with that (`Request.partial_outputs`) has the outcome that it would have had.
     """
@@ -98,6 +106,7 @@ class Engine:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
+        async_scheduling: bool | None = None,
         model: ModelFiles | None = None,
         facts: Mapping[str, tuple[Any, str]] | None = None,
     ) -> None:
@@ -107,7 +116,11 @@ class Engine:
         self.model = model
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.scheduler = Scheduler(
+        can_overlap = isinstance(runner, OverlappingRunner) and runner.overlaps
+        if async_scheduling and not can_overlap:
+            raise ConfigError("async_scheduling: this engine's runner has nothing under way when a step returns")
+        overlaps = can_overlap and async_scheduling is not False
+        self.scheduler = (LookaheadScheduler if overlaps else Scheduler)(
             runner.kv_groups,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -118,6 +131,9 @@ class Engine:
         self._limits = (max_num_seqs, max_num_batched_tokens)
         self._grow_at_step = -1
         self._executor = StepExecutor(runner)
+        self._overlapped: OverlappedSteps | None = None
+        if isinstance(self.scheduler, LookaheadScheduler):
+            self._overlapped = OverlappedSteps(self.scheduler, self._executor, self._take_in)
         self._rows: dict[int, list[Sequence]] = {}
         self._watches: dict[int, StopStringWatch] = {}
         self._refused: dict[int, RequestOutput] = {}
@@ -206,7 +222,8 @@ class Engine:
         )
 
     def has_unfinished(self) -> bool:
-        return bool(self._rows) or bool(self._refused)
+        overlapped = self._overlapped
+        return bool(self._rows) or bool(self._refused) or (overlapped is not None and overlapped.is_under_way)
 
     @property
     def num_unfinished(self) -> int:
@@ -220,23 +237,17 @@ class Engine:
         clock = time.perf_counter
         scheduler = self.scheduler
         start = clock()
-        plan = scheduler.schedule()
-        planned = clock()
-        if plan is None:
+        if self._overlapped is not None:
+            done = self._overlapped.step()
+            planned = executed = start  # the runner's time is told by `stats`
+        elif (plan := scheduler.schedule()) is None:
             done = scheduler.take_done()
-            executed = planned
+            planned = executed = clock()
         else:
-            executor = self._executor
-            result = executor.execute(plan)
+            planned = clock()
+            result = self._executor.execute(plan)
             executed = clock()
-            done = scheduler.commit(plan, result)
-            self._num_steps += 1
-            if self._watches:
-                self._read_watched(result.token_ids, done)
-            if executor.ran_out_of_memory:
-                self._after_out_of_memory(len(plan.chunks), sum(len(c.token_ids) for c in plan.chunks))
-            elif self._num_steps == self._grow_at_step:
-                self._grow_limits()
+            done = self._take_in(plan, result)
         committed = clock()
         outputs = self._collect(done)
         if self._refused:
@@ -255,7 +266,8 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
+        scheduler, overlapped = self.scheduler, self._overlapped
+        of_runner = 0.0 if overlapped is None else overlapped.launching_s + overlapped.waiting_s
         return EngineStats(
             num_steps=self._num_steps,
             num_requests=self._num_requests,
@@ -274,8 +286,9 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            scheduler_s=self._scheduler_s,
-            runner_s=self._runner_s,
+            scheduler_s=self._scheduler_s - of_runner,
+            runner_s=self._runner_s + of_runner,
+            waiting_s=0.0 if overlapped is None else overlapped.waiting_s,
             output_s=self._output_s,
         )
 
@@ -306,6 +319,18 @@ class Engine:
         """What a sequence of the request begins with of the output that it had elsewhere."""
         decoder = self._decoder(request.sampling) if request.sampling.stop else None
         return tokens[: num_unended(request, tokens, decoder, room=room)]
+
+    def _take_in(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
+        """Commits a step; returns who has ended."""
+        done = self.scheduler.commit(plan, result)
+        self._num_steps += 1
+        if self._watches:
+            self._read_watched(result.token_ids, done)
+        if self._executor.ran_out_of_memory:
+            self._after_out_of_memory(len(plan.chunks), sum(len(c.token_ids) for c in plan.chunks))
+        elif self._num_steps == self._grow_at_step:
+            self._grow_limits()
+        return done
 
     def _read_watched(self, token_ids: Mapping[int, object], done: list[Sequence]) -> None:
         for seq_id in token_ids:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 
 from batchinfer.errors import EngineError, OutOfMemory
-from batchinfer.runner.base import ModelRunner
+from batchinfer.runner.base import LaunchedStep, ModelRunner, OverlappingRunner
 from batchinfer.types.request import TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
 from batchinfer.types.step import BlockCopy, Chunk, SequenceSpec, StepPlan, StepResult
@@ -45,11 +45,7 @@ class StepExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Raises EngineError when the runner is broken as a whole."""
-        self.ran_out_of_memory = self.row_ran_out_of_memory = False
-        if self._added or self._finished or plan.step != self._next_step:
-            gone = set(plan.finished)
-            added = tuple(spec for spec in self._added if spec.seq_id not in gone) + plan.added
-            plan = StepPlan(self._next_step, plan.chunks, added, self._finished + plan.finished, plan.copies)
+        plan = self._told(plan)
         try:
             result = self._runner.execute(plan)
         except Exception as error:
@@ -57,6 +53,33 @@ class StepExecutor:
             return self._execute_in_parts(plan.chunks, error)
         self._executed()
         return result
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """On a runner that overlaps. What that raises is raised here, and then the step did not happen."""
+        assert isinstance(self._runner, OverlappingRunner)
+        launched = self._runner.launch(self._told(plan))
+        self._executed()
+        return launched
+
+    def wait_for(self, launched: LaunchedStep) -> StepResult:
+        """Raises EngineError when the runner is broken as a whole, as it is if a step fails that it had taken."""
+        try:
+            return launched.result()
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"the model runner failed in a step under way, with {type(error).__name__}: {error}"
+            ) from error
+
+    def _told(self, plan: StepPlan) -> StepPlan:
+        """The plan with the runner's step number, and what the runner has not been told yet."""
+        self.ran_out_of_memory = self.row_ran_out_of_memory = False
+        if not (self._added or self._finished or plan.step != self._next_step):
+            return plan
+        gone = set(plan.finished)
+        added = tuple(spec for spec in self._added if spec.seq_id not in gone) + plan.added
+        return StepPlan(self._next_step, plan.chunks, added, self._finished + plan.finished, plan.copies)
 
     def _executed(self) -> None:
         self._next_step += 1

@@ -21,9 +21,13 @@ def check_queues(queues: SequenceOf[tuple[SequenceOf[Sequence], Status]], known:
 
 
 def check_blocks(
-    running: SequenceOf[Sequence], waiting: SequenceOf[Sequence], managers: SequenceOf[BlockManager]
+    running: SequenceOf[Sequence],
+    waiting: SequenceOf[Sequence],
+    managers: SequenceOf[BlockManager],
+    held: SequenceOf[tuple[int, list[int]]],
 ) -> None:
-    """Blocks belong to running sequences, as many as they need, and reference counts are the number of users."""
+    """Blocks belong to running sequences, as many as they need, or are held (group, blocks); reference counts are the
+    number of users."""
     for seq in running:
         num_tokens = len(seq.token_ids)
         assert 0 <= seq.num_computed < num_tokens < seq.max_total_tokens, seq
@@ -37,7 +41,8 @@ def check_blocks(
         assert not any(seq.block_tables) and not seq.copies, f"{seq} owns blocks"
     for group, manager in enumerate(managers):
         sources = [copy.source for seq in running for copy in seq.copies if copy.group == group]
-        manager.check([*(seq.block_tables[group] for seq in running), sources])
+        others = [blocks for of_group, blocks in held if of_group == group]
+        manager.check([*(seq.block_tables[group] for seq in running), sources, *others])
 
 
 def check_copies(seq: Sequence, managers: SequenceOf[BlockManager]) -> None:

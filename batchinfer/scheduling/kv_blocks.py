@@ -173,10 +173,9 @@ class KVBlocks:
             self.managers[copy.group].release([copy.source])
         seq.copies = ()
 
-    def grow(self, seq: Sequence) -> bool:
-        """A block more in each group whose blocks the known tokens outgrow. False if some group has none left; what
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """A block more in each group whose blocks so many tokens outgrow. False if some group has none left; what
         the others gave stays with the sequence."""
-        num_tokens = len(seq.token_ids)
         for manager, size, table in zip(self.managers, self.sizes, seq.block_tables, strict=True):
             if len(table) * size < num_tokens:
                 if not manager.num_available:
@@ -219,6 +218,19 @@ class KVBlocks:
         seq.num_computed = 0
         seq.num_slots = 0
         seq.publish_at = NEVER
+
+    def hold(self, seq: Sequence) -> list[tuple[int, list[int]]]:
+        """(group, blocks) that the sequence uses, and what its copies read; each referenced once more until `let_go`."""
+        held = [(group, table[:]) for group, table in enumerate(seq.block_tables)]
+        held += [(copy.group, [copy.source]) for copy in seq.copies]
+        for group, blocks in held:
+            self.managers[group].acquire(blocks)
+        return held
+
+    def let_go(self, held: SequenceOf[tuple[int, list[int]]]) -> None:
+        """Ends `hold`."""
+        for group, blocks in held:
+            self.managers[group].release(blocks)
 
     # Written out, since both run once or more for every row.
 

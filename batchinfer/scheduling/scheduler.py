@@ -176,7 +176,7 @@ class Scheduler:
         for seq in self._prefilling:
             if budget == 0:
                 break
-            budget -= self._take_prefill(seq, budget, chunks, scheduled)
+            budget -= self._take_prefill(seq, seq.num_computed, budget, chunks, scheduled)
         if budget > 0 and self._waiting:
             self._admit(budget, chunks, scheduled)
         self._scheduled = scheduled
@@ -191,41 +191,9 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Takes in the step's tokens; returns the sequences that ended, also those that `schedule` gave up."""
         assert plan.step == self._step, f"step {plan.step} is committed, step {self._step} was expected"
-        self._step += 1
         self._specs.clear()
         self._finished_ids.clear()
-        if result.errors:
-            self._take_errors(result)
-        if result.logprobs or result.prompt_logprobs:
-            self._take_logprobs(plan, result)
-
-        token_ids_of = result.token_ids
-        scheduled, num_decodes = self._scheduled, self._num_decodes
-        done = self._done
-        num_done = len(done)
-        decoding = Status.DECODING
-        for seq in scheduled[:num_decodes]:
-            if seq.status is not decoding:
-                continue  # its error was taken above
-            tokens = seq.token_ids
-            token = token_ids_of[seq.seq_id][0]
-            seq.num_computed = computed = len(tokens)
-            tokens.append(token)
-            if token in seq.stop_ids and computed >= seq.min_total_tokens:
-                self._end_by_stop_id(seq, token)
-            elif computed + 1 >= seq.max_total_tokens:
-                seq.finish_reason = "length"
-                done.append(seq)
-        self.num_computed_tokens += num_decodes
-        self.num_generated_tokens += num_decodes
-        if len(scheduled) > num_decodes:
-            self._commit_prefills(plan, token_ids_of)
-        if len(done) > num_done:
-            for seq in done[num_done:]:
-                self._retire(seq)
-            self._decoding = [seq for seq in self._decoding if seq.status is decoding]
-        self._scheduled = []
-        return self.take_done()
+        return self._take_in(plan, result)
 
     def take_done(self) -> list[Sequence]:
         """Sequences that ended since the last call, for when `schedule` returned None."""
@@ -234,8 +202,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------- schedule: parts
 
-    def _take_prefill(self, seq: Sequence, budget: int, chunks: list[Chunk], scheduled: list[Sequence]) -> int:
-        start = seq.num_computed
+    def _take_prefill(
+        self, seq: Sequence, start: int, budget: int, chunks: list[Chunk], scheduled: list[Sequence]
+    ) -> int:
+        """Puts its known tokens from `start` on into the step, as far as they fit; returns how many."""
         tokens = seq.token_ids
         length = len(tokens) - start
         if length <= budget:
@@ -284,7 +254,7 @@ class Scheduler:
                 break
             waiting.popleft()
             num_left -= 1
-            budget -= self._take_prefill(seq, budget, chunks, scheduled)
+            budget -= self._take_prefill(seq, seq.num_computed, budget, chunks, scheduled)
         if deferred:
             if budget > 0 and not lacks_blocks and not self._is_worth_waiting(gains):
                 self._admit_deferred(deferred, budget, chunks, scheduled)
@@ -308,7 +278,7 @@ class Scheduler:
             # Matched again: what was found for it may have been evicted for others since.
             if not self._begin(seq, self._blocks.match(seq), budget):
                 break
-            budget -= self._take_prefill(seq, budget, chunks, scheduled)
+            budget -= self._take_prefill(seq, seq.num_computed, budget, chunks, scheduled)
             num_begun += 1
         del deferred[:num_begun]
 
@@ -351,7 +321,7 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, others_scheduled: bool) -> bool:
         """Blocks for a decoding sequence's next token, at the cost of younger ones. False if it lost its own place."""
-        while not self._blocks.grow(seq):
+        while not self._blocks.grow(seq, len(seq.token_ids)):
             victim = self._youngest()
             if victim is not seq:
                 self._preempt(victim)
@@ -391,6 +361,42 @@ class Scheduler:
         self._done.append(seq)
 
     # ---------------------------------------------------------------- commit: parts
+
+    def _take_in(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
+        """The step's tokens for the sequences that were scheduled, `_num_decodes` of them first."""
+        self._step += 1
+        if result.errors:
+            self._take_errors(result)
+        if result.logprobs or result.prompt_logprobs:
+            self._take_logprobs(plan, result)
+
+        token_ids_of = result.token_ids
+        scheduled, num_decodes = self._scheduled, self._num_decodes
+        done = self._done
+        num_done = len(done)
+        decoding = Status.DECODING
+        for seq in scheduled[:num_decodes]:
+            if seq.status is not decoding:
+                continue  # its error was taken above
+            tokens = seq.token_ids
+            token = token_ids_of[seq.seq_id][0]
+            seq.num_computed = computed = len(tokens)
+            tokens.append(token)
+            if token in seq.stop_ids and computed >= seq.min_total_tokens:
+                self._end_by_stop_id(seq, token)
+            elif computed + 1 >= seq.max_total_tokens:
+                seq.finish_reason = "length"
+                done.append(seq)
+        self.num_computed_tokens += num_decodes
+        self.num_generated_tokens += num_decodes
+        if len(scheduled) > num_decodes:
+            self._commit_prefills(plan, token_ids_of)
+        if len(done) > num_done:
+            for seq in done[num_done:]:
+                self._retire(seq)
+            self._decoding = [seq for seq in self._decoding if seq.status is decoding]
+        self._scheduled = []
+        return self.take_done()
 
     def _commit_prefills(self, plan: StepPlan, token_ids_of: Mapping[int, SequenceOf[int]]) -> None:
         """Counts the computed tokens of prompts; sequences whose tokens have all run take their first new one, and
@@ -436,7 +442,9 @@ class Scheduler:
 
     def _take_errors(self, result: StepResult) -> None:
         for seq_id, error in result.errors.items():
-            seq = self._seqs[seq_id]
+            seq = self._seqs.get(seq_id)
+            if seq is None:
+                continue  # it ended while the step was under way
             seq.error = error
             self._remove_from_queues(seq)
             self._retire(seq)
@@ -498,6 +506,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------- invariants
 
+    def _held(self) -> SequenceOf[tuple[int, list[int]]]:
+        """Blocks, by KV group, that are kept for what is not in a queue any more."""
+        return ()
+
     def check(self) -> None:
         """Asserts what must hold between steps; for tests, since it walks everything."""
         held, waiting = self._holdback.held(), list(self._waiting)
@@ -508,7 +520,7 @@ class Scheduler:
             (waiting, Status.WAITING),
         ]
         check_queues(queues, self._seqs)
-        check_blocks(self._prefilling + self._decoding, waiting + held, self._blocks.managers)
+        check_blocks(self._prefilling + self._decoding, waiting + held, self._blocks.managers, self._held())
         self._holdback.check(self._prefilling if self.enable_prefix_caching else [])
         self._blocks.wanted.check(seq.seq_id for seq in waiting + held)
 

@@ -14,6 +14,10 @@ from typing import NamedTuple
 from batchinfer.types.request import SamplingParams, TokenLogprobs
 from batchinfer.types.rows import RowError
 
+UNKNOWN_TOKEN = -1
+"""In a chunk: the token that the step launched just before this one samples for the sequence. Nobody on the host knows
+it when the step is planned; the runner puts it in where it lies."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroup:
@@ -49,8 +53,9 @@ class SequenceSpec(NamedTuple):
 class Chunk(NamedTuple):
     """Tokens `start .. start + len(token_ids)` of a sequence, to be run through the model in this step.
 
+    token_ids     known, or UNKNOWN_TOKEN alone where the step is launched while the one before it is under way
     block_tables  one per KV group: physical block of each logical block, covering at least the chunk's end.
-                  The lists are the scheduler's own: a runner reads them during `execute` and keeps no reference.
+                  The lists are the scheduler's own: a runner reads them during `execute` or `launch` and keeps no reference.
     num_logits    how many of the chunk's last positions are sampled: 0 for an inner prefill chunk, 1 for the
                   chunk that reaches the sequence's end, 1 + k to verify k drafted tokens.
     """

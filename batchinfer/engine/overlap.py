@@ -1,0 +1,90 @@
+"""Steps on a runner that works while the host goes on: the next one is planned and launched before one is waited for.
+
+Responsible for: the order of planning, launching, waiting and committing; what happens where a step can't be launched.
+Not for: what a step planned ahead holds (`scheduling.lookahead`), steps that are cut (`recovery`), nor what is done
+with a step's outcome (`engine`).
+
+Between two calls one step is under way at most. Where nothing can be planned behind it, it is waited for first. A step
+that the runner does not take did not happen: the one under way is waited for, and what is planned then is executed
+as it is on any runner, which finds the row that is to blame, or the size that fits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from batchinfer.engine.recovery import StepExecutor
+from batchinfer.runner.base import LaunchedStep
+from batchinfer.scheduling import LookaheadScheduler, Sequence
+from batchinfer.types.step import StepPlan, StepResult
+
+
+class OverlappedSteps:
+    """Runs steps for one engine. `take_in` commits a step's outcome and returns the sequences that ended.
+
+    launching_s  seconds of launching, and of steps that were executed as on any runner
+    waiting_s    of waiting for tokens that were not there yet: what the host's work did not take of the device's time
+    """
+
+    def __init__(
+        self,
+        scheduler: LookaheadScheduler,
+        executor: StepExecutor,
+        take_in: Callable[[StepPlan, StepResult], list[Sequence]],
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._take_in = take_in
+        self._under_way: tuple[StepPlan, LaunchedStep] | None = None
+        self.launching_s = self.waiting_s = 0.0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has been launched and not waited for."""
+        return self._under_way is not None
+
+    def step(self) -> list[Sequence]:
+        """Launches a step if one can be planned, and takes in the one that was under way. Returns who has ended."""
+        if self._under_way is None:
+            return self._begin()
+        plan = self._scheduler.schedule_ahead()
+        last = self._under_way
+        is_refused = plan is not None and not self._launch(plan)
+        done = self._end(*last)
+        if plan is None or is_refused:
+            self._under_way = None
+            done += self._begin(is_refused=is_refused)
+        return done
+
+    def finish(self) -> list[Sequence]:
+        """Takes in what is under way and launches nothing."""
+        last, self._under_way = self._under_way, None
+        return [] if last is None else self._end(*last)
+
+    def _begin(self, is_refused: bool = False) -> list[Sequence]:
+        """With nothing under way: launches a step, or executes it where the last was refused or this is."""
+        plan = self._scheduler.schedule()
+        if plan is None or (not is_refused and self._launch(plan)):
+            return self._scheduler.take_done()  # those that planning gave up
+        start = time.perf_counter()
+        result = self._executor.execute(plan)
+        self.launching_s += time.perf_counter() - start
+        return self._take_in(plan, result)
+
+    def _launch(self, plan: StepPlan) -> bool:
+        start = time.perf_counter()
+        try:
+            self._under_way = plan, self._executor.launch(plan)
+        except Exception:  # the executor meets it again, and knows whose fault it is
+            return False
+        finally:
+            self.launching_s += time.perf_counter() - start
+        self._scheduler.launched(plan)
+        return True
+
+    def _end(self, plan: StepPlan, launched: LaunchedStep) -> list[Sequence]:
+        start = time.perf_counter()
+        result = self._executor.wait_for(launched)
+        self.waiting_s += time.perf_counter() - start
+        return self._take_in(plan, result)
