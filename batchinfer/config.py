@@ -39,6 +39,8 @@ class EngineConfig:
     instruction_level   of a job that was frozen on some machine: one that has another is refused; None: any
     deterministic       False allows kernels whose sums follow the number of rows: Triton's do then
     cuda_graphs         whether steps without prompts are launched as CUDA graphs; "auto": on GPUs with Triton's kernels
+    async_scheduling    whether a step is planned and launched while the GPU is at work on the one before it, which
+                        changes no token; "auto": with Triton's kernels
     seed                of random streams, for whoever makes requests (`LLM`, a job); the engine itself has none
     """
 
@@ -51,6 +53,7 @@ class EngineConfig:
     device: str = "auto"
     deterministic: bool = True
     cuda_graphs: bool | Literal["auto"] = "auto"
+    async_scheduling: bool | Literal["auto"] = "auto"
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | Literal["auto"] = "auto"
@@ -72,8 +75,10 @@ class EngineConfig:
                 _check_number(name, value, "" if isinstance(option.default, int) else f"{option.default!r} or ")
             elif isinstance(option.default, bool) and not isinstance(value, bool):
                 raise ConfigError(f"engine.{name} must be true or false, got {value!r}")
-        if self.cuda_graphs != "auto" and not isinstance(self.cuda_graphs, bool):
-            raise ConfigError(f"engine.cuda_graphs must be 'auto', true or false, got {self.cuda_graphs!r}")
+        for name in ("cuda_graphs", "async_scheduling"):
+            value = getattr(self, name)
+            if value != "auto" and not isinstance(value, bool):
+                raise ConfigError(f"engine.{name} must be 'auto', true or false, got {value!r}")
         share: Any = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
             raise ConfigError(f"engine.gpu_memory_utilization must be above 0 and at most 1, got {share!r}")

@@ -60,6 +60,7 @@ def _fake_engine(config: EngineConfig, files: ModelFiles, max_model_len: int) ->
         max_num_seqs=_number(config.max_num_seqs, FAKE_MAX_NUM_SEQS),
         max_num_batched_tokens=_number(config.max_num_batched_tokens, FAKE_MAX_NUM_BATCHED_TOKENS),
         enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling,
         model=files,
         facts={"device": ("fake", "model"), "max_model_len": (max_model_len, "engine.max_model_len or model")},
     )
@@ -81,6 +82,7 @@ def _local_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, *
         max_num_seqs=runner.max_num_seqs,
         max_num_batched_tokens=runner.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling,
         model=files,
         facts={name: (fact.value, fact.source) for name, fact in runner.facts().items()},
     )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from batchinfer.engine.overlap import OverlappedSteps
 from batchinfer.engine.recovery import StepExecutor
@@ -43,6 +43,7 @@ class EngineStats:
     num_recomputed_tokens  computed, lost to pre-emption (or with another engine) and computed again
     num_computed_tokens    run through the model: more than needed where pre-emption made it run them again, and where a
                            sequence had ended when it was in the next step already
+    num_overlapped_steps   launched while another was under way
     num_clamped_requests   whose max_tokens did not fit into the context behind the prompt
     waiting_s              of runner_s, where steps overlap: waiting for what the host's work did not cover
     """
@@ -60,6 +61,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_clamped_requests: int = 0
     num_cut_steps: int = 0
+    num_overlapped_steps: int = 0
     num_running: int = 0
     num_waiting: int = 0
     max_num_seqs: int = 0
@@ -88,8 +90,8 @@ class Engine:
     Every request yields exactly one RequestOutput, with `outputs` or with `error`. Raises EngineError only when the
     runner is broken as a whole; nothing of the engine may be used after that but `close`.
 
-    async_scheduling: whether a step is planned and launched while the one before it is under way, where the runner can
-    (None: then it is). Outcomes are the same, and come a call of `step` later.
+    async_scheduling: whether a step is planned and launched while the one before it is under way; "auto": where the
+    runner can. Outcomes are the same, and come a call of `step` later.
 
     A request that must be given up can go on in another engine of the same model: `partial_outputs` tells what it has,
     and the same request with that (`Request.partial_outputs`) has the outcome that it would have had.
@@ -106,7 +108,7 @@ class Engine:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
-        async_scheduling: bool | None = None,
+        async_scheduling: bool | Literal["auto"] = "auto",
         model: ModelFiles | None = None,
         facts: Mapping[str, tuple[Any, str]] | None = None,
     ) -> None:
@@ -117,10 +119,13 @@ class Engine:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         can_overlap = isinstance(runner, OverlappingRunner) and runner.overlaps
-        if async_scheduling and not can_overlap:
-            raise ConfigError("async_scheduling: this engine's runner has nothing under way when a step returns")
-        overlaps = can_overlap and async_scheduling is not False
-        self.scheduler = (LookaheadScheduler if overlaps else Scheduler)(
+        if async_scheduling is True and not can_overlap:
+            raise ConfigError(
+                "engine.async_scheduling: true needs a runner that is still at work when a step returns, as with "
+                "engine.kernels triton; leave it out"
+            )
+        make_scheduler = LookaheadScheduler if can_overlap and async_scheduling else Scheduler
+        self.scheduler = make_scheduler(
             runner.kv_groups,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -282,6 +287,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             num_clamped_requests=self._num_clamped,
             num_cut_steps=self._executor.num_cut_steps,
+            num_overlapped_steps=0 if overlapped is None else overlapped.num_overlapped,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             max_num_seqs=scheduler.max_num_seqs,
@@ -302,6 +308,13 @@ class Engine:
 
     def close(self) -> None:
         self.runner.close()
+
+    def wait_for_each_step(self) -> None:
+        """From here on nothing is under way between steps, so that what is in a step can be timed. What has ended comes
+        with the next one."""
+        if self._overlapped is not None:
+            self._overlapped.finish()
+            self._overlapped = None
 
     # ---------------------------------------------------------------- parts
 

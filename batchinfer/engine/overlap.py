@@ -6,12 +6,13 @@ with a step's outcome (`engine`).
 
 Between two calls one step is under way at most. Where nothing can be planned behind it, it is waited for first. A step
 that the runner does not take did not happen: the one under way is waited for, and what is planned then is executed
-as it is on any runner, which finds the row that is to blame, or the size that fits.
+as on any runner, which finds the row that is to blame, or the size that fits.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from batchinfer.engine.recovery import StepExecutor
@@ -23,8 +24,9 @@ from batchinfer.types.step import StepPlan, StepResult
 class OverlappedSteps:
     """Runs steps for one engine. `take_in` commits a step's outcome and returns the sequences that ended.
 
-    launching_s  seconds of launching, and of steps that were executed as on any runner
-    waiting_s    of waiting for tokens that were not there yet: what the host's work did not take of the device's time
+    num_overlapped   steps launched while another one was under way
+    launching_s      seconds of launching, and of steps that were executed as on any runner
+    waiting_s        of waiting for tokens that were not there yet: device time that the host's work did not cover
     """
 
     def __init__(
@@ -36,34 +38,35 @@ class OverlappedSteps:
         self._scheduler = scheduler
         self._executor = executor
         self._take_in = take_in
-        self._under_way: tuple[StepPlan, LaunchedStep] | None = None
+        self._under_way: deque[tuple[StepPlan, LaunchedStep]] = deque()
+        self.num_overlapped = 0
         self.launching_s = self.waiting_s = 0.0
 
     @property
     def is_under_way(self) -> bool:
         """Whether a step has been launched and not waited for."""
-        return self._under_way is not None
+        return bool(self._under_way)
 
     def step(self) -> list[Sequence]:
         """Launches a step if one can be planned, and takes in the one that was under way. Returns who has ended."""
-        if self._under_way is None:
+        if not self._under_way:
             return self._begin()
+        if len(self._under_way) > 1:  # the last call was interrupted as it waited
+            return self._end()
         plan = self._scheduler.schedule_ahead()
-        last = self._under_way
         is_refused = plan is not None and not self._launch(plan)
-        done = self._end(*last)
-        if plan is None or is_refused:
-            self._under_way = None
+        done = self._end()
+        if not self._under_way:
             done += self._begin(is_refused=is_refused)
         return done
 
-    def finish(self) -> list[Sequence]:
-        """Takes in what is under way and launches nothing."""
-        last, self._under_way = self._under_way, None
-        return [] if last is None else self._end(*last)
+    def finish(self) -> None:
+        """Takes in what is under way and launches nothing. Who has ended comes with those of the next commit."""
+        while self._under_way:
+            self._scheduler.hand_out(self._end())
 
     def _begin(self, is_refused: bool = False) -> list[Sequence]:
-        """With nothing under way: launches a step, or executes it where the last was refused or this is."""
+        """With nothing under way: launches a step, or executes it where the last was refused or this one is."""
         plan = self._scheduler.schedule()
         if plan is None or (not is_refused and self._launch(plan)):
             return self._scheduler.take_done()  # those that planning gave up
@@ -75,16 +78,21 @@ class OverlappedSteps:
     def _launch(self, plan: StepPlan) -> bool:
         start = time.perf_counter()
         try:
-            self._under_way = plan, self._executor.launch(plan)
+            launched = self._executor.launch(plan)
         except Exception:  # the executor meets it again, and knows whose fault it is
             return False
         finally:
             self.launching_s += time.perf_counter() - start
+        self.num_overlapped += bool(self._under_way)
+        self._under_way.append((plan, launched))
         self._scheduler.launched(plan)
         return True
 
-    def _end(self, plan: StepPlan, launched: LaunchedStep) -> list[Sequence]:
+    def _end(self) -> list[Sequence]:
+        """Of the step that was launched first."""
+        plan, launched = self._under_way[0]
         start = time.perf_counter()
         result = self._executor.wait_for(launched)
         self.waiting_s += time.perf_counter() - start
+        self._under_way.popleft()
         return self._take_in(plan, result)

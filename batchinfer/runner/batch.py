@@ -3,32 +3,64 @@ tokens' hidden states are read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from batchinfer.attention.tiles import StepBatch, ranges, starts_of
 from batchinfer.runner.sequence_state import Ints, SequenceState
-from batchinfer.types.step import Chunk
+from batchinfer.types.step import UNKNOWN_TOKEN, Chunk
+
+
+class Sampled(NamedTuple):
+    """What a step has sampled: tokens int64 on the device, negative where nothing could be; by seq_id, the place of its
+    token among them."""
+
+    tokens: Tensor
+    places: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """token_ids, positions int64 [T]; one StepBatch per KV group."""
+    """token_ids, positions int64 [T]; one StepBatch per KV group.
+
+    unknown   tokens of the step before, where some of this one's are not known: id -1 - i stands for its token i
+    """
 
     token_ids: Ints
     positions: Ints
     by_group: tuple[StepBatch, ...]
+    unknown: Tensor | None = None
+
+    def known(self, token_ids: Tensor) -> Tensor:
+        """The token ids on the device, with those put in that are not known here. Where nothing could be sampled, the
+        sequence is run on with token 0: nobody reads what comes of it."""
+        if self.unknown is None:
+            return token_ids
+        found = self.unknown.index_select(0, (-1 - token_ids).clamp_min_(0))
+        return torch.where(token_ids < 0, found.clamp_min_(0), token_ids)
 
 
-def make_step_batches(chunks: Sequence[Chunk], states: Sequence[SequenceState]) -> StepBatches:
-    """Arrays of a step with at least one chunk; `states[i]` is the state of `chunks[i]`'s sequence."""
+def make_step_batches(
+    chunks: Sequence[Chunk], states: Sequence[SequenceState], last: Sampled | None = None
+) -> StepBatches:
+    """Arrays of a step with at least one chunk; `states[i]` is the state of `chunks[i]`'s sequence. last: of the step
+    before, where that is under way."""
     lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+    firsts = np.cumsum(lengths) - lengths
     num_tokens = int(lengths.sum())
     token_ids = np.fromiter((t for chunk in chunks for t in chunk.token_ids), dtype=np.int64, count=num_tokens)
-    firsts = np.cumsum(lengths) - lengths
+    unknown = None
+    if last is not None:
+        for first, chunk in zip(firsts.tolist(), chunks, strict=True):
+            if chunk.token_ids[0] == UNKNOWN_TOKEN:
+                token_ids[first] = -1 - last.places[chunk.seq_id]
+                unknown = last.tokens
     positions = np.arange(num_tokens) + np.repeat(starts - firsts, lengths)
     by_group = []
     for group in range(len(chunks[0].block_tables)):
@@ -40,7 +72,7 @@ def make_step_batches(chunks: Sequence[Chunk], states: Sequence[SequenceState]) 
         for table, row in zip(tables, rows, strict=True):
             table[: len(row)] = row
         by_group.append(StepBatch(starts=starts, lengths=lengths, block_tables=tables))
-    return StepBatches(token_ids=token_ids, positions=positions, by_group=tuple(by_group))
+    return StepBatches(token_ids=token_ids, positions=positions, by_group=tuple(by_group), unknown=unknown)
 
 
 def rows_read(chunks: Sequence[Chunk], states: Sequence[SequenceState]) -> tuple[list[slice], Ints | None]:

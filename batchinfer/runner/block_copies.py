@@ -26,7 +26,9 @@ def copy_blocks(layers: Sequence[LayerCache], copies: Sequence[BlockCopy]) -> No
         if len(in_c) == len(own):
             native_attention.copy_blocks(in_c, *(np.array(blocks, dtype=np.int64) for blocks in pair))
             continue
-        index = torch.tensor(pair, dtype=torch.int64, device=own[0].k_cache.device)
+        index = torch.tensor(pair, dtype=torch.int64, device="cpu")
+        if own[0].k_cache.is_cuda:  # from pinned memory, so that the host does not wait for the step under way
+            index = index.pin_memory().to(own[0].k_cache.device, non_blocking=True)
         for layer in own:
             for cache in (layer.k_cache, layer.v_cache)[: 1 if layer.v_cache is layer.k_cache else 2]:
                 cache.index_copy_(0, index[1], cache.index_select(0, index[0]))

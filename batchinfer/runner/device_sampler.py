@@ -1,6 +1,7 @@
 """Choosing tokens where the logits lie, by the kernel table's `SamplingOps`: the tokens that `sampler` would choose.
 
-The host waits once, for all tokens of a step, and before that only for rows whose log-probabilities are asked for.
+The host waits once, for all tokens of a step, and before that only for rows whose log-probabilities are asked for. It
+need not wait before the next step is launched, which then takes the tokens from where they lie.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from batchinfer_kernels.sampling import Drawing, SamplingOps
 from torch import Tensor
 
-from batchinfer.attention.staging import Staging
+from batchinfer.attention.staging import Event, Staging
 from batchinfer.models import CausalLM
 from batchinfer.runner.logprobs import token_logprobs
 from batchinfer.runner.sampler import SampleRow, adjust, takes_argmax
@@ -24,6 +25,35 @@ _ALIGNED = 16
 _MOST_INT32 = 2**31 - 1
 
 
+class Drawn:
+    """The tokens of a step, which are there once the device has come so far.
+
+    tokens    int64 [R] on the device, in the order of `order`; negative where the row's logits are not finite
+    order     by place, the row
+    logprobs  by row, ascending, where asked for
+    """
+
+    __slots__ = ("_event", "_host", "logprobs", "order", "tokens")
+
+    def __init__(self, tokens: Tensor, order: Sequence[int], logprobs: dict[int, TokenLogprobs]) -> None:
+        self.tokens, self.order, self.logprobs = tokens, order, logprobs
+        self._host = tokens
+        self._event: Event | None = None
+
+    def send(self) -> None:
+        """Begins to copy the tokens to the host, so that `by_row` waits for this step and not for those behind it."""
+        if self.tokens.is_cuda:
+            self._host = self.tokens.to("cpu", non_blocking=True)  # into memory that torch pins, and keeps until then
+            self._event = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+
+    def by_row(self) -> dict[int, int]:
+        """Waits for the tokens: of the rows whose logits are all finite."""
+        if self._event is not None:
+            self._event.synchronize()
+        return {r: token for r, token in zip(self.order, self._host.tolist(), strict=True) if token != _NOT_FINITE}
+
+
 class DeviceSampler:
     """Samples what a step has to sample. part_rows: rows of logits that exist at a time."""
 
@@ -31,18 +61,13 @@ class DeviceSampler:
         self._ops, self._device, self._part_rows = ops, device, part_rows
         self._staging = Staging(device, torch.int64)
 
-    def sample(
-        self, model: CausalLM, hidden: Tensor, rows: Sequence[SampleRow], at: Sequence[int]
-    ) -> tuple[dict[int, int], dict[int, TokenLogprobs]]:
-        """(tokens by row, of those whose logits are all finite; log-probabilities by row, ascending, where asked for).
-
-        at: which of the hidden states is a row's.
-        """
+    def sample(self, model: CausalLM, hidden: Tensor, rows: Sequence[SampleRow], at: Sequence[int]) -> Drawn:
+        """Puts the drawing of the rows' tokens into the device's queue. at: which of the hidden states is a row's."""
         plain = [r for r, row in enumerate(rows) if takes_argmax(row)]
         others = [r for r, row in enumerate(rows) if not takes_argmax(row)] if len(plain) < len(rows) else []
         order = plain + others
         if not order:
-            return {}, {}
+            return Drawn(torch.empty(0, dtype=torch.int64), [], {})
         states = hidden
         if len(hidden) > len(order) or any(at[r] != i for i, r in enumerate(order)):
             states = hidden.index_select(0, self._indices([at[r] for r in order]))
@@ -63,8 +88,7 @@ class DeviceSampler:
             found.append(tokens)
             if raw is not None:
                 logprobs |= {part[i]: entry for i, entry in _entries(raw, tokens, chosen, reported)}
-        by_row = zip(order, torch.cat(found).tolist(), strict=True)
-        return {r: token for r, token in by_row if token != _NOT_FINITE}, logprobs
+        return Drawn(torch.cat(found), order, logprobs)
 
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow], drawing: Drawing) -> Tensor:
         """int64 [R] of raw logits [R, V], which are overwritten."""

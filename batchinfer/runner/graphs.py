@@ -143,6 +143,9 @@ class DecodeGraphs:
         for there, here in zip(self._inputs, host, strict=True):
             there[:rows].copy_(here, non_blocking=True)
         self._staging.sent()
+        if batches is not None and batches.unknown is not None:
+            token_ids = self._inputs[0, :count]
+            token_ids.copy_(batches.known(token_ids))
         groups: Sequence[StepBatch | None] = [None] * len(self._plans) if batches is None else batches.by_group
         tiles = tuple(plans.write(batch, rows) for plans, batch in zip(self._plans, groups, strict=True))
         if self._generations != self._now():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -23,9 +23,10 @@ from batchinfer.attention.context import LayerCache, PagedContext
 from batchinfer.attention.staging import Staging
 from batchinfer.errors import EngineError, OutOfMemory
 from batchinfer.models import CausalLM
-from batchinfer.runner.batch import StepBatches, make_step_batches, rows_read
+from batchinfer.runner.base import LaunchedStep
+from batchinfer.runner.batch import Sampled, StepBatches, make_step_batches, rows_read
 from batchinfer.runner.block_copies import copy_blocks
-from batchinfer.runner.device_sampler import DeviceSampler
+from batchinfer.runner.device_sampler import DeviceSampler, Drawn
 from batchinfer.runner.logprobs import token_logprobs
 from batchinfer.runner.sampler import Sampler, SampleRow, takes_argmax
 from batchinfer.runner.sequence_state import Ints, SequenceState
@@ -41,6 +42,7 @@ LOGITS_ROWS = 128
 # In what torch says on the CPU, and what CUDA says of memory that torch does not give out.
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "CUDA error: out of memory")
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +57,7 @@ class Fact:
 class LocalRunner:
     """A ModelRunner. `max_num_seqs` and `max_num_batched_tokens` are resolved limits for the scheduler.
 
-    sampling   the kernel table's
+    sampling   the kernel table's; where there is such a thing, a step can be launched while another is under way
     graphs     what runs steps in which every chunk is one token, where there is such a thing
     """
 
@@ -89,10 +91,16 @@ class LocalRunner:
         self._graphs = graphs
         self._staging = Staging(device, torch.int64)
         self._next_step = 0
+        self._last: Sampled | None = None  # of the last step, where it was launched
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
         return self._kv_groups
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether tokens are chosen where the logits lie, so that the next step can begin before the host has them."""
+        return self._device_sampler is not None
 
     def facts(self) -> dict[str, Fact]:
         """Resolved settings by name."""
@@ -106,13 +114,21 @@ class LocalRunner:
         self._states.clear()
 
     def execute(self, plan: StepPlan) -> StepResult:
+        return self._guarded(plan, self._execute)
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """An OverlappingRunner's. Log-probabilities are worked out with the host's help, so a step with some of them is
+        over when this returns."""
+        return self._guarded(plan, self._launch)
+
+    def _guarded(self, plan: StepPlan, run: Callable[[CausalLM, StepPlan], _T]) -> _T:
         if self._model is None:
             raise EngineError("this runner was closed")
         if plan.step != self._next_step:
             raise EngineError(f"step {plan.step} was planned, but this runner is at step {self._next_step}")
         try:
             with torch.inference_mode():
-                result = self._execute(self._model, plan)
+                result = run(self._model, plan)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise _out_of_memory(plan, error) from error
         except RuntimeError as error:
@@ -123,27 +139,36 @@ class LocalRunner:
         return result
 
     def _execute(self, model: CausalLM, plan: StepPlan) -> StepResult:
+        self._last = None
+        return self._begin(model, plan).result()
+
+    def _launch(self, model: CausalLM, plan: StepPlan) -> RunnerStep:
+        step = self._begin(model, plan)
+        self._last = step.send()
+        return step
+
+    def _begin(self, model: CausalLM, plan: StepPlan) -> RunnerStep:
         for seq_id in plan.finished:
             self._states.pop(seq_id, None)
         for spec in plan.added:
             self._states[spec.seq_id] = SequenceState(spec, len(self._kv_groups))
+        step = RunnerStep()
         if not plan.chunks:
-            return StepResult({})
+            return step
         if plan.copies:
             copy_blocks(self._layers, plan.copies)
         states = [self._states[chunk.seq_id] for chunk in plan.chunks]
         for state, chunk in zip(states, plan.chunks, strict=True):
             state.record(chunk)
-        batches = make_step_batches(plan.chunks, states)
+        batches = make_step_batches(plan.chunks, states, self._last)
         spans, wanted = rows_read(plan.chunks, states)
         if self._graphs is not None and wanted is None and self._graphs.takes(batches):
             hidden = self._graphs.run(batches)
         else:
             hidden = self._forward(model, batches, wanted)
-        outcome = _Outcome()
-        self._prompt_logprobs(model, hidden, plan, states, spans, outcome)
-        self._sample(model, hidden, plan, states, spans, outcome)
-        return StepResult(outcome.token_ids, outcome.logprobs, outcome.prompt_logprobs, outcome.errors)
+        self._prompt_logprobs(model, hidden, plan, states, spans, step)
+        self._sample(model, hidden, plan, states, spans, step)
+        return step
 
     def _forward(self, model: CausalLM, batches: StepBatches, wanted: Ints | None) -> Tensor:
         """Hidden states of the tokens that are wanted, or of all."""
@@ -158,7 +183,7 @@ class LocalRunner:
             plans=[backend.plan(batch) for backend, batch in zip(self._backends, batches.by_group, strict=True)],
             wanted=rest[0] if rest else None,
         )
-        return model.forward(token_ids, positions, ctx)
+        return model.forward(batches.known(token_ids), positions, ctx)
 
     def _moved(self, *arrays: Ints) -> list[Tensor]:
         """On the device, in one copy where it is one."""
@@ -178,10 +203,9 @@ class LocalRunner:
         plan: StepPlan,
         states: list[SequenceState],
         spans: list[slice],
-        outcome: _Outcome,
+        step: RunnerStep,
     ) -> None:
-        rows: list[SampleRow] = []
-        seq_ids: list[int] = []
+        rows, seq_ids = step.rows, step.seq_ids
         at: list[int] = []
         for chunk, state, span in zip(plan.chunks, states, spans, strict=True):
             for back in range(chunk.num_logits, 0, -1):
@@ -192,30 +216,21 @@ class LocalRunner:
                 seq_ids.append(chunk.seq_id)
                 at.append(span.stop - back)
         if self._device_sampler is not None:
-            tokens, entries = self._device_sampler.sample(model, hidden, rows, at)
-            for r, entry in entries.items():
-                outcome.logprobs.setdefault(seq_ids[r], []).append(entry)
+            step.drawn = self._device_sampler.sample(model, hidden, rows, at)
+            for r, entry in step.drawn.logprobs.items():
+                step.logprobs.setdefault(seq_ids[r], []).append(entry)
         else:
-            tokens = self._sample_on_host(model, hidden, rows, seq_ids, at, outcome)
-        for r, (row, seq_id) in enumerate(zip(rows, seq_ids, strict=True)):
-            if r in tokens:
-                outcome.token_ids.setdefault(seq_id, []).append(tokens[r])
-            else:
-                outcome.errors[seq_id] = _non_finite(f"output position {row.output_position}")
-        for seq_id in outcome.errors:
-            outcome.token_ids.pop(seq_id, None)
-            outcome.logprobs.pop(seq_id, None)
+            step.tokens = self._sample_on_host(model, hidden, step, at)
 
     def _sample_on_host(
         self,
         model: CausalLM,
         hidden: Tensor,
-        rows: Sequence[SampleRow],
-        seq_ids: Sequence[int],
+        step: RunnerStep,
         at: Sequence[int],
-        outcome: _Outcome,
     ) -> dict[int, int]:
-        """As `DeviceSampler.sample`, but for log-probabilities, which go into `outcome`."""
+        """Tokens by row, of those whose logits are all finite. Log-probabilities go into `step`."""
+        rows = step.rows
         tokens: dict[int, int] = {}
         plain = [r for r, row in enumerate(rows) if takes_argmax(row)]
         if plain:
@@ -227,17 +242,15 @@ class LocalRunner:
         for begin in range(0, len(others), LOGITS_ROWS):
             part = others[begin : begin + LOGITS_ROWS]
             logits = model.compute_logits(hidden.index_select(0, self._indices([at[r] for r in part])))
-            tokens |= self._sample_rows(logits, {r: rows[r] for r in part}, seq_ids, outcome)
+            tokens |= self._sample_rows(logits, {r: rows[r] for r in part}, step)
         return tokens
 
     def _indices(self, at: list[int]) -> Tensor:
         return torch.tensor(at, dtype=torch.int64, device=self._device)
 
-    def _sample_rows(
-        self, logits: Tensor, rows: Mapping[int, SampleRow], seq_ids: Sequence[int], outcome: _Outcome
-    ) -> dict[int, int]:
+    def _sample_rows(self, logits: Tensor, rows: Mapping[int, SampleRow], step: RunnerStep) -> dict[int, int]:
         """Tokens of the rows, one for each row of logits, that have only finite logits; their log-probabilities go
-        into `outcome`. `rows` and what is returned are by the number of the row in the step, as `seq_ids` is."""
+        into `step`. `rows` and what is returned are by the number of the row in the step."""
         finite = finite_rows(logits).tolist()
         kept = [r for r, good in zip(rows, finite, strict=True) if good]
         if not kept:
@@ -251,7 +264,7 @@ class LocalRunner:
             num_top = [rows[kept[i]].state.spec.sampling.logprobs or 0 for i in reported]
             entries = token_logprobs(raw, [tokens[i] for i in reported], num_top)
             for i, entry in zip(reported, entries, strict=True):
-                outcome.logprobs.setdefault(seq_ids[kept[i]], []).append(entry)
+                step.logprobs.setdefault(step.seq_ids[kept[i]], []).append(entry)
         return dict(zip(kept, tokens, strict=True))
 
     def _prompt_logprobs(
@@ -261,7 +274,7 @@ class LocalRunner:
         plan: StepPlan,
         states: list[SequenceState],
         spans: list[slice],
-        outcome: _Outcome,
+        step: RunnerStep,
     ) -> None:
         for chunk, state, span in zip(plan.chunks, states, spans, strict=True):
             num_top = state.spec.sampling.prompt_logprobs
@@ -274,23 +287,51 @@ class LocalRunner:
                 begin = span.start + first
                 logits = model.compute_logits(hidden[begin : begin + len(wanted)])
                 if not bool(finite_rows(logits).all()):
-                    outcome.errors[chunk.seq_id] = _non_finite(f"the prompt after position {chunk.start + first}")
+                    step.errors[chunk.seq_id] = _non_finite(f"the prompt after position {chunk.start + first}")
                     break
                 entries.extend(token_logprobs(logits, wanted, [num_top] * len(wanted)))
             if targets:
-                outcome.prompt_logprobs[chunk.seq_id] = entries
+                step.prompt_logprobs[chunk.seq_id] = entries
 
 
-class _Outcome:
-    """What a step has given so far, by seq_id."""
+class RunnerStep:
+    """A LaunchedStep: what has come of it so far, by seq_id, and the tokens of `rows`, which belong to `seq_ids`.
 
-    __slots__ = ("errors", "logprobs", "prompt_logprobs", "token_ids")
+    drawn    where they lie on a device
+    tokens   else: by row, of those whose logits are all finite
+    """
+
+    __slots__ = ("drawn", "errors", "logprobs", "prompt_logprobs", "rows", "seq_ids", "tokens")
 
     def __init__(self) -> None:
-        self.token_ids: dict[int, list[int]] = {}
+        self.rows: list[SampleRow] = []
+        self.seq_ids: list[int] = []
+        self.drawn: Drawn | None = None
+        self.tokens: dict[int, int] = {}
         self.logprobs: dict[int, list[TokenLogprobs]] = {}
         self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.errors: dict[int, RowError] = {}
+
+    def send(self) -> Sampled | None:
+        """Begins to fetch the tokens; returns them as they lie on the device, for the next step."""
+        if self.drawn is None:
+            return None
+        self.drawn.send()
+        return Sampled(self.drawn.tokens, {self.seq_ids[r]: place for place, r in enumerate(self.drawn.order)})
+
+    def result(self) -> StepResult:
+        tokens = self.tokens if self.drawn is None else self.drawn.by_row()
+        token_ids: dict[int, list[int]] = {}
+        errors = self.errors
+        for r, (row, seq_id) in enumerate(zip(self.rows, self.seq_ids, strict=True)):
+            if r in tokens:
+                token_ids.setdefault(seq_id, []).append(tokens[r])
+            else:
+                errors[seq_id] = _non_finite(f"output position {row.output_position}")
+        for seq_id in errors:
+            token_ids.pop(seq_id, None)
+            self.logprobs.pop(seq_id, None)
+        return StepResult(token_ids, self.logprobs, self.prompt_logprobs, errors)
 
 
 def _non_finite(where: str) -> RowError:

@@ -220,7 +220,7 @@ class KVBlocks:
         seq.publish_at = NEVER
 
     def hold(self, seq: Sequence) -> list[tuple[int, list[int]]]:
-        """(group, blocks) that the sequence uses, and what its copies read; each referenced once more until `let_go`."""
+        """(group, blocks) that the sequence uses, and what its copies read, referenced once more until `let_go`."""
         held = [(group, table[:]) for group, table in enumerate(seq.block_tables)]
         held += [(copy.group, [copy.source]) for copy in seq.copies]
         for group, blocks in held:

@@ -7,8 +7,8 @@ What is known of a step under way is how far it gets, not what it samples. So `s
 it will be once that step is committed: a token longer, or behind its chunk. Nothing of it is changed for that but the
 number of its blocks, so `commit` finds everything as it does without looking ahead. Left out of a step planned ahead
 are sequences that will have their full length, and those whose next token follows from more than what lies on the
-device (penalties count tokens on the host). Nobody is pre-empted for it: where blocks are lacking, the step under way is
-committed first, and `schedule` decides.
+device (penalties count tokens on the host). Nobody is pre-empted for it: where blocks are lacking, the step under way
+is committed first, and `schedule` decides.
 
 A sequence that turns out to have ended when a step is committed may be in the next one already. What that samples for
 it is dropped, and its blocks are nobody else's until that is over too.
@@ -118,6 +118,10 @@ class LookaheadScheduler(Scheduler):
         done = self._take_in(plan, result)
         self._blocks.let_go(launched.held)
         return done
+
+    def hand_out(self, done: list[Sequence]) -> None:
+        """Sequences that have ended already: they come with those that end with the next commit."""
+        self._done += done
 
     def _release(self, seq: Sequence) -> None:
         for launched in reversed(self._under_way):

@@ -185,9 +185,11 @@ def _kind(layer: nn.Module) -> tuple[str, float]:
 
 @contextmanager
 def step_timers(engine: Engine) -> Iterator[StepTimes]:
-    """Timers in every step of an engine with a model in this process, until the context is left."""
+    """Timers in every step of an engine with a model in this process, until the context is left. Each step is waited
+    for from then on, so that its parts do not go on beside the next one's."""
     from batchinfer.runner import local
 
+    engine.wait_for_each_step()
     times = StepTimes()
     timers = _Timers(times)
     runner: Any = engine.runner

@@ -55,7 +55,8 @@ class Chunk(NamedTuple):
 
     token_ids     known, or UNKNOWN_TOKEN alone where the step is launched while the one before it is under way
     block_tables  one per KV group: physical block of each logical block, covering at least the chunk's end.
-                  The lists are the scheduler's own: a runner reads them during `execute` or `launch` and keeps no reference.
+                  The lists are the scheduler's own: a runner reads them during `execute` (or `launch`) and keeps no
+                  reference.
     num_logits    how many of the chunk's last positions are sampled: 0 for an inner prefill chunk, 1 for the
                   chunk that reaches the sequence's end, 1 + k to verify k drafted tokens.
     """

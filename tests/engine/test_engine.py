@@ -581,6 +581,7 @@ def test_a_crash_kills_the_process() -> None:
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be true or false, got 'no'"),
         ({"cuda_graphs": "yes"}, "cuda_graphs must be 'auto', true or false, got 'yes'"),
         ({"cuda_graphs": 1}, "cuda_graphs must be 'auto', true or false, got 1"),
+        ({"async_scheduling": "no"}, "async_scheduling must be 'auto', true or false, got 'no'"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0 and at most 1, got 0"),
         ({"gpu_memory_utilization": 90}, "gpu_memory_utilization must be above 0 and at most 1, got 90"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be above 0 and at most 1, got '0.9'"),

@@ -85,6 +85,7 @@ class Laws:
         yield self._check(f"{name}: once more", {})
         replays = "launches of graphs in what it is held against"
         yield self._check(f"{name}: without CUDA graphs", {"cuda_graphs": False}, lambda _: self._together[1], replays)
+        yield self._check(f"{name}: each step waited for", {"async_scheduling": False})
         yield self._check(f"{name}: batches of 1", {"max_num_seqs": 1})
         yield self._check(f"{name}: chunks of {chunk} tokens", {"max_num_batched_tokens": chunk})
         cached = {"enable_prefix_caching": True, "max_num_seqs": 2}

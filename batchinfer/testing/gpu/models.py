@@ -76,6 +76,7 @@ def random_engine(
         max_num_seqs=runner.max_num_seqs,
         max_num_batched_tokens=runner.max_num_batched_tokens,
         enable_prefix_caching=engine_config.enable_prefix_caching,
+        async_scheduling=engine_config.async_scheduling,
         model=files,
         facts={name: (fact.value, fact.source) for name, fact in runner.facts().items()},
     )

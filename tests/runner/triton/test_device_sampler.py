@@ -90,7 +90,8 @@ def test_tokens_and_logprobs_are_the_hosts(ops: str, kind: str) -> None:
     sick = [2, 8, 10]  # with log-probabilities; drawn; greedy
     hidden[[at[r] for r in sick], 11] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     model: Any = Head()
-    tokens, entries = DeviceSampler(ops_of(ops), DEVICE, part_rows=5).sample(model, hidden.to(DEVICE), rows, at)
+    drawn = DeviceSampler(ops_of(ops), DEVICE, part_rows=5).sample(model, hidden.to(DEVICE), rows, at)
+    tokens, entries = drawn.by_row(), drawn.logprobs
     well = [r for r in range(len(rows)) if r not in sick]
     expected = Sampler(VOCAB, HOST).sample(logits[well].clone(), [rows[r] for r in well])
     assert tokens == dict(zip(well, expected, strict=True))
@@ -115,14 +116,16 @@ def test_parts_of_a_step_wait_for_nothing() -> None:
     model: Any = Head()
     sampler = DeviceSampler(ops_of("specification"), DEVICE, part_rows=2)
     sampler._staging = Staging(DEVICE, torch.int64, Watched)
-    tokens, _ = sampler.sample(model, hidden, rows, list(reversed(range(len(rows)))))
+    tokens = sampler.sample(model, hidden, rows, list(reversed(range(len(rows))))).by_row()
     assert len(tokens) == len(rows) > 6
     assert waits == []
 
 
 def test_nothing_to_sample() -> None:
     model: Any = Head()
-    assert DeviceSampler(ops_of("triton"), DEVICE, part_rows=5).sample(model, torch.zeros(0, VOCAB), [], []) == ({}, {})
+    drawn = DeviceSampler(ops_of("triton"), DEVICE, part_rows=5).sample(model, torch.zeros(0, VOCAB), [], [])
+    drawn.send()
+    assert (drawn.by_row(), drawn.logprobs) == ({}, {})
 
 
 @pytest.fixture

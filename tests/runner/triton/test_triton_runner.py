@@ -26,7 +26,7 @@ from tests.kernels.triton.device import DEVICE, ON_GPU
 Result = dict[int, list[Any]]
 # Whole blocks, splits and chunks end within the prompts, and two sequences do not fit the pool to their ends.
 SIZES = {"block_size": 4, "split_size": 16, "max_model_len": 28, "num_threads": 1}
-TOGETHER = {"max_num_seqs": 3, "max_num_batched_tokens": 12, "pool_blocks": 7}
+TOGETHER = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "pool_blocks": 7}
 # On a GPU there are no products of float32; what is closest to it.
 HERE: dict[str, Any] = {"device": "cuda", "dtype": "float16"} if ON_GPU else {}
 ALONE = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "pool_blocks": 40, "enable_prefix_caching": False}
