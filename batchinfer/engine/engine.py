@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -125,7 +126,7 @@ class Engine:
                 "engine.kernels triton; leave it out"
             )
         make_scheduler = LookaheadScheduler if can_overlap and async_scheduling else Scheduler
-        self.scheduler = make_scheduler(
+        self.scheduler: Scheduler = make_scheduler(
             runner.kv_groups,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -139,6 +140,7 @@ class Engine:
         self._overlapped: OverlappedSteps | None = None
         if isinstance(self.scheduler, LookaheadScheduler):
             self._overlapped = OverlappedSteps(self.scheduler, self._executor, self._take_in)
+        self._overlaps = self._overlapped is not None
         self._rows: dict[int, list[Sequence]] = {}
         self._watches: dict[int, StopStringWatch] = {}
         self._refused: dict[int, RequestOutput] = {}
@@ -242,7 +244,7 @@ class Engine:
         clock = time.perf_counter
         scheduler = self.scheduler
         start = clock()
-        if self._overlapped is not None:
+        if self._overlaps and self._overlapped is not None:
             done = self._overlapped.step()
             planned = executed = start  # the runner's time is told by `stats`
         elif (plan := scheduler.schedule()) is None:
@@ -309,12 +311,17 @@ class Engine:
     def close(self) -> None:
         self.runner.close()
 
-    def wait_for_each_step(self) -> None:
-        """From here on nothing is under way between steps, so that what is in a step can be timed. What has ended comes
-        with the next one."""
+    @contextmanager
+    def waiting_for_each_step(self) -> Iterator[None]:
+        """In here nothing is under way between steps, so that what is in a step can be timed. What ended with the step
+        that was under way comes with the next."""
+        overlaps, self._overlaps = self._overlaps, False
         if self._overlapped is not None:
             self._overlapped.finish()
-            self._overlapped = None
+        try:
+            yield
+        finally:
+            self._overlaps = overlaps
 
     # ---------------------------------------------------------------- parts
 

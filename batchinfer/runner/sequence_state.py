@@ -57,7 +57,8 @@ class SequenceState:
         """Remembers the chunk's tokens that are output: what penalties count.
 
         After pre-emption the same tokens come again and are written to the same places; tokens that a prefix hit
-        skips were recorded when they first came, or stand in the spec.
+        skips were recorded when they first came, or stand in the spec. Of a sequence whose tokens count for the next,
+        all are known.
         """
         begin = chunk.start - self.num_prompt_tokens
         skip = max(0, -begin)

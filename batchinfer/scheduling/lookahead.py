@@ -111,11 +111,15 @@ class LookaheadScheduler(Scheduler):
         launched = self._under_way.popleft()
         assert plan is launched.plan, f"step {plan.step} is committed, step {launched.plan.step} was launched before it"
         self._scheduled, self._num_decodes = launched.scheduled, launched.num_decodes
+        # What has come up since it was launched is told with the next plan.
+        specs, finished_ids = self._specs, self._finished_ids
+        self._specs, self._finished_ids = [], []
         # They are counted as computed, which they were, but nothing was generated.
         self.num_generated_tokens -= sum(
             seq.status is Status.FINISHED for seq in launched.scheduled[: launched.num_decodes]
         )
-        done = self._take_in(plan, result)
+        done = super().commit(plan, result)
+        self._specs, self._finished_ids = specs, finished_ids + self._finished_ids
         self._blocks.let_go(launched.held)
         return done
 
@@ -134,5 +138,5 @@ class LookaheadScheduler(Scheduler):
         assert not self._under_way, f"{seq} is pre-empted while a step is under way"
         super()._preempt(seq)
 
-    def _held(self) -> SequenceOf[tuple[int, list[int]]]:
-        return [held for launched in self._under_way for held in launched.held]
+    def check(self, held: SequenceOf[tuple[int, list[int]]] = ()) -> None:
+        super().check([*held, *(held for launched in self._under_way for held in launched.held)])

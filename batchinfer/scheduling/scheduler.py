@@ -18,17 +18,14 @@ more always; for less if others fill the step, or if that saves more than an emp
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from operator import attrgetter
 
 from batchinfer.errors import ConfigError
 from batchinfer.scheduling.block_manager import BlockManager
-from batchinfer.scheduling.holdback import Holdback
-from batchinfer.scheduling.invariants import check_blocks, check_queues
+from batchinfer.scheduling.invariants import check_blocks
 from batchinfer.scheduling.kv_blocks import NO_MATCH, KVBlocks, PrefixMatch
+from batchinfer.scheduling.queues import Queues, insert
 from batchinfer.scheduling.sequence import Sequence, Status
 from batchinfer.types.rows import ErrorClass, RowError
 from batchinfer.types.step import BlockCopy, Chunk, KVGroup, SequenceSpec, StepPlan, StepResult
@@ -39,8 +36,6 @@ MAX_EXAMINED_PER_STEP = 512
 STEP_COST_TOKENS = 32
 """What a step costs beside its tokens, mostly for reading the weights, in tokens computed. Sequences that are left out
 of a step cost their share of it, and must save more."""
-
-_arrival = attrgetter("arrival")
 
 
 class Scheduler:
@@ -77,11 +72,10 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self._blocks = KVBlocks(kv_groups, enable_prefix_caching=enable_prefix_caching)
 
-        self._waiting: deque[Sequence] = deque()
-        self._prefilling: list[Sequence] = []  # by arrival
-        self._decoding: list[Sequence] = []  # by arrival
+        self._queues = queues = Queues()
+        self._waiting, self._holdback = queues.waiting, queues.holdback
+        self._prefilling, self._decoding = queues.prefilling, queues.decoding
         self._seqs: dict[int, Sequence] = {}
-        self._holdback = Holdback()
 
         self._step = 0
         self._arrivals = 0
@@ -118,14 +112,14 @@ class Scheduler:
         seq = self._seqs.get(seq_id)
         if seq is None:
             return None
-        self._remove_from_queues(seq)
+        self._queues.take_out(seq)
         self._retire(seq)
         return seq
 
     def end(self, seq: Sequence) -> None:
         """Ends a running sequence whose finish_reason or error the caller has set (a stop string, say)."""
         if seq.status is not Status.FINISHED:
-            self._remove_from_queues(seq)
+            self._queues.take_out(seq)
             self._retire(seq)
 
     @property
@@ -152,7 +146,7 @@ class Scheduler:
         """Lowers max_num_seqs at once: the youngest sequences above it are pre-empted."""
         self.max_num_seqs = max(1, max_num_seqs)
         while self.num_running > self.max_num_seqs:
-            self._preempt(self._youngest())
+            self._preempt(self._queues.youngest())
 
     # ---------------------------------------------------------------- a step
 
@@ -191,9 +185,41 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
         """Takes in the step's tokens; returns the sequences that ended, also those that `schedule` gave up."""
         assert plan.step == self._step, f"step {plan.step} is committed, step {self._step} was expected"
+        self._step += 1
         self._specs.clear()
         self._finished_ids.clear()
-        return self._take_in(plan, result)
+        if result.errors:
+            self._take_errors(result)
+        if result.logprobs or result.prompt_logprobs:
+            self._take_logprobs(plan, result)
+
+        token_ids_of = result.token_ids
+        scheduled, num_decodes = self._scheduled, self._num_decodes
+        done = self._done
+        num_done = len(done)
+        decoding = Status.DECODING
+        for seq in scheduled[:num_decodes]:
+            if seq.status is not decoding:
+                continue  # its error was taken above
+            tokens = seq.token_ids
+            token = token_ids_of[seq.seq_id][0]
+            seq.num_computed = computed = len(tokens)
+            tokens.append(token)
+            if token in seq.stop_ids and computed >= seq.min_total_tokens:
+                self._end_by_stop_id(seq, token)
+            elif computed + 1 >= seq.max_total_tokens:
+                seq.finish_reason = "length"
+                done.append(seq)
+        self.num_computed_tokens += num_decodes
+        self.num_generated_tokens += num_decodes
+        if len(scheduled) > num_decodes:
+            self._commit_prefills(plan, token_ids_of)
+        if len(done) > num_done:
+            for seq in done[num_done:]:
+                self._retire(seq)
+            self._decoding[:] = [seq for seq in self._decoding if seq.status is decoding]
+        self._scheduled = []
+        return self.take_done()
 
     def take_done(self) -> list[Sequence]:
         """Sequences that ended since the last call, for when `schedule` returned None."""
@@ -317,35 +343,27 @@ class Scheduler:
         if self.enable_prefix_caching:
             self._holdback.begin(seq)
         seq.status = Status.PREFILLING
-        _insert(self._prefilling, seq)
+        insert(self._prefilling, seq)
 
     def _grow(self, seq: Sequence, others_scheduled: bool) -> bool:
         """Blocks for a decoding sequence's next token, at the cost of younger ones. False if it lost its own place."""
         while not self._blocks.grow(seq, len(seq.token_ids)):
-            victim = self._youngest()
+            victim = self._queues.youngest()
             if victim is not seq:
                 self._preempt(victim)
             elif others_scheduled or self.num_running > 1:
                 self._preempt(seq)
                 return False
             else:
-                self._remove_from_queues(seq)
+                self._queues.take_out(seq)
                 never = self._blocks.never_fits(seq)
                 assert never is not None, f"{seq} is alone and lacks blocks, but would fit"
                 self._fail(seq, never)
                 return False
         return True
 
-    def _youngest(self) -> Sequence:
-        prefilling, decoding = self._prefilling, self._decoding
-        if not prefilling:
-            return decoding[-1]
-        if not decoding or prefilling[-1].arrival > decoding[-1].arrival:
-            return prefilling[-1]
-        return decoding[-1]
-
     def _preempt(self, seq: Sequence) -> None:
-        self._remove_from_queues(seq)
+        self._queues.take_out(seq)
         self.num_recomputed_tokens += seq.num_computed
         self._release(seq)
         seq.status = Status.WAITING
@@ -361,42 +379,6 @@ class Scheduler:
         self._done.append(seq)
 
     # ---------------------------------------------------------------- commit: parts
-
-    def _take_in(self, plan: StepPlan, result: StepResult) -> list[Sequence]:
-        """The step's tokens for the sequences that were scheduled, `_num_decodes` of them first."""
-        self._step += 1
-        if result.errors:
-            self._take_errors(result)
-        if result.logprobs or result.prompt_logprobs:
-            self._take_logprobs(plan, result)
-
-        token_ids_of = result.token_ids
-        scheduled, num_decodes = self._scheduled, self._num_decodes
-        done = self._done
-        num_done = len(done)
-        decoding = Status.DECODING
-        for seq in scheduled[:num_decodes]:
-            if seq.status is not decoding:
-                continue  # its error was taken above
-            tokens = seq.token_ids
-            token = token_ids_of[seq.seq_id][0]
-            seq.num_computed = computed = len(tokens)
-            tokens.append(token)
-            if token in seq.stop_ids and computed >= seq.min_total_tokens:
-                self._end_by_stop_id(seq, token)
-            elif computed + 1 >= seq.max_total_tokens:
-                seq.finish_reason = "length"
-                done.append(seq)
-        self.num_computed_tokens += num_decodes
-        self.num_generated_tokens += num_decodes
-        if len(scheduled) > num_decodes:
-            self._commit_prefills(plan, token_ids_of)
-        if len(done) > num_done:
-            for seq in done[num_done:]:
-                self._retire(seq)
-            self._decoding = [seq for seq in self._decoding if seq.status is decoding]
-        self._scheduled = []
-        return self.take_done()
 
     def _commit_prefills(self, plan: StepPlan, token_ids_of: Mapping[int, SequenceOf[int]]) -> None:
         """Counts the computed tokens of prompts; sequences whose tokens have all run take their first new one, and
@@ -416,13 +398,13 @@ class Scheduler:
                     self._publish(seq)
                 continue
             if caching:
-                self._let_wait_no_longer(self._holdback.end(seq))
+                self._queues.let_wait_no_longer(self._holdback.end(seq))
                 if computed >= seq.publish_at:
                     self._publish(seq)
                 self._blocks.publish_tail(seq)
             self.num_generated_tokens += 1
             seq.status = Status.DECODING
-            _insert(self._decoding, seq)
+            insert(self._decoding, seq)
             moved = True
             token = token_ids_of[seq.seq_id][0]
             seq.token_ids.append(token)
@@ -432,7 +414,7 @@ class Scheduler:
                 seq.finish_reason = "length"
                 done.append(seq)
         if moved:
-            self._prefilling = [seq for seq in self._prefilling if seq.status is Status.PREFILLING]
+            self._prefilling[:] = [seq for seq in self._prefilling if seq.status is Status.PREFILLING]
 
     def _end_by_stop_id(self, seq: Sequence, token: int) -> None:
         seq.finish_reason = "stop"
@@ -442,11 +424,10 @@ class Scheduler:
 
     def _take_errors(self, result: StepResult) -> None:
         for seq_id, error in result.errors.items():
-            seq = self._seqs.get(seq_id)
-            if seq is None:
+            if (seq := self._seqs.get(seq_id)) is None:
                 continue  # it ended while the step was under way
             seq.error = error
-            self._remove_from_queues(seq)
+            self._queues.take_out(seq)
             self._retire(seq)
             self._done.append(seq)
 
@@ -466,14 +447,9 @@ class Scheduler:
     def _publish(self, seq: Sequence) -> None:
         before = self._blocks.publish(seq)
         if self._holdback:
-            self._let_wait_no_longer(self._holdback.go_on(seq, before))
+            self._queues.let_wait_no_longer(self._holdback.go_on(seq, before))
 
     # ---------------------------------------------------------------- small parts
-
-    def _let_wait_no_longer(self, held: list[Sequence]) -> None:
-        """What they wait for is published, or given up: they are looked at again."""
-        if held:
-            self._waiting.extendleft(reversed(held))
 
     def _release(self, seq: Sequence) -> None:
         """Gives all blocks back. Those that its output has filled are made findable now, in one go: hardly anybody
@@ -481,7 +457,7 @@ class Scheduler:
         if seq.num_computed >= seq.publish_at:
             self._blocks.publish(seq)
         if seq.status is Status.PREFILLING and self.enable_prefix_caching:
-            self._let_wait_no_longer(self._holdback.end(seq))
+            self._queues.let_wait_no_longer(self._holdback.end(seq))
         self._blocks.release(seq)
 
     def _retire(self, seq: Sequence) -> None:
@@ -494,40 +470,10 @@ class Scheduler:
             if self._specs:  # told in a step that did not happen
                 self._specs = [spec for spec in self._specs if spec.seq_id != seq.seq_id]
 
-    def _remove_from_queues(self, seq: Sequence) -> None:
-        if seq.status is Status.DECODING:
-            self._decoding.remove(seq)
-        elif seq.status is Status.PREFILLING:
-            self._prefilling.remove(seq)
-        elif seq.status is Status.WAITING:
-            self._waiting.remove(seq)
-        elif seq.status is Status.HELD:
-            self._holdback.remove(seq)
-
-    # ---------------------------------------------------------------- invariants
-
-    def _held(self) -> SequenceOf[tuple[int, list[int]]]:
-        """Blocks, by KV group, that are kept for what is not in a queue any more."""
-        return ()
-
-    def check(self) -> None:
-        """Asserts what must hold between steps; for tests, since it walks everything."""
-        held, waiting = self._holdback.held(), list(self._waiting)
-        queues = [
-            (self._prefilling, Status.PREFILLING),
-            (self._decoding, Status.DECODING),
-            (held, Status.HELD),
-            (waiting, Status.WAITING),
-        ]
-        check_queues(queues, self._seqs)
-        check_blocks(self._prefilling + self._decoding, waiting + held, self._blocks.managers, self._held())
+    def check(self, held: SequenceOf[tuple[int, list[int]]] = ()) -> None:
+        """Asserts what must hold between steps; for tests. held: blocks, by KV group, kept for what has ended."""
+        self._queues.check(self._seqs)
+        not_running = [*self._waiting, *self._holdback.held()]
+        check_blocks(self._prefilling + self._decoding, not_running, self._blocks.managers, held)
         self._holdback.check(self._prefilling if self.enable_prefix_caching else [])
-        self._blocks.wanted.check(seq.seq_id for seq in waiting + held)
-
-
-def _insert(queue: list[Sequence], seq: Sequence) -> None:
-    """Keeps a queue in order of arrival; nearly always that is its end."""
-    if not queue or queue[-1].arrival < seq.arrival:
-        queue.append(seq)
-    else:
-        insort(queue, seq, key=_arrival)
+        self._blocks.wanted.check(seq.seq_id for seq in not_running)

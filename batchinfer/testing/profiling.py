@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -186,10 +186,11 @@ def _kind(layer: nn.Module) -> tuple[str, float]:
 @contextmanager
 def step_timers(engine: Engine) -> Iterator[StepTimes]:
     """Timers in every step of an engine with a model in this process, until the context is left. Each step is waited
-    for from then on, so that its parts do not go on beside the next one's."""
+    for in there, so that its parts do not go on beside the next one's."""
     from batchinfer.runner import local
 
-    engine.wait_for_each_step()
+    one_by_one = ExitStack()
+    one_by_one.enter_context(engine.waiting_for_each_step())
     times = StepTimes()
     timers = _Timers(times)
     runner: Any = engine.runner
@@ -218,6 +219,7 @@ def step_timers(engine: Engine) -> Iterator[StepTimes]:
         yield times
     finally:
         timers.take_out()
+        one_by_one.close()
 
 
 def _counted(execute: Callable[..., Any], times: StepTimes) -> Callable[..., Any]:

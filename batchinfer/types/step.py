@@ -87,8 +87,8 @@ class StepPlan:
     `copies` come before anything is written. No block is the source of one and the destination of another, and no
     destination comes twice. Copying again is harmless as long as none of the step's chunks has been executed.
 
-    A step whose execution raised did not happen: the next plan has its number, and tells again what it added and
-    finished. So `added` may name a sequence that a runner has heard of, and `finished` one that it has not.
+    A step whose execution or launch raised did not happen: the next plan has its number, and tells again what it added
+    and finished. So `added` may name a sequence that a runner has heard of, and `finished` one that it has not.
     """
 
     step: int

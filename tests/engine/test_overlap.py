@@ -358,7 +358,7 @@ def test_it_can_be_turned_off_and_is_off_where_nothing_runs_beside_the_host() ->
         engine_of(FakeRunner(), async_scheduling=True)
 
 
-def test_from_some_step_on_each_can_be_waited_for() -> None:
+def test_each_step_can_be_waited_for_a_while() -> None:
     waiting, engine, runner = small()
     for number in range(2):
         for each in (waiting, engine):
@@ -367,8 +367,13 @@ def test_from_some_step_on_each_can_be_waited_for() -> None:
     for _ in range(3):
         take(engine, outputs)
     assert not outputs and runner.under_way
-    engine.wait_for_each_step()  # with which row 0 ends
-    assert not runner.under_way
+    with engine.waiting_for_each_step():
+        assert not runner.under_way  # row 0 has ended with it
+        take(engine, outputs)
+        assert list(outputs) == [0] and not runner.under_way
+        num_ahead = runner.num_ahead
+        take(engine, outputs)
+        assert runner.num_ahead == num_ahead
     take(engine, outputs)
-    assert list(outputs) == [0] and not runner.under_way
+    assert runner.under_way
     assert {i: told(o) for i, o in finish(engine, outputs).items()} == {i: told(o) for i, o in finish(waiting).items()}
