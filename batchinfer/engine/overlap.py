@@ -11,20 +11,27 @@ as on any runner, which finds the row that is to blame, or the size that fits.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
 from batchinfer.engine.recovery import StepExecutor
+from batchinfer.errors import OutOfMemory
 from batchinfer.runner.base import LaunchedStep
 from batchinfer.scheduling import LookaheadScheduler, Sequence
 from batchinfer.types.step import StepPlan, StepResult
+
+MAX_LOGGED_REFUSALS = 3
+
+_log = logging.getLogger(__name__)
 
 
 class OverlappedSteps:
     """Runs steps for one engine. `take_in` commits a step's outcome and returns the sequences that ended.
 
     num_overlapped   steps launched while another one was under way
+    num_refused      that the runner did not take
     launching_s      seconds of launching, and of steps that were executed as on any runner
     waiting_s        of waiting for tokens that were not there yet: device time that the host's work did not cover
     """
@@ -39,7 +46,7 @@ class OverlappedSteps:
         self._executor = executor
         self._take_in = take_in
         self._under_way: deque[tuple[StepPlan, LaunchedStep]] = deque()
-        self.num_overlapped = 0
+        self.num_overlapped = self.num_refused = 0
         self.launching_s = self.waiting_s = 0.0
 
     @property
@@ -79,7 +86,12 @@ class OverlappedSteps:
         start = time.perf_counter()
         try:
             launched = self._executor.launch(plan)
-        except Exception:  # the executor meets it again, and knows whose fault it is
+        except Exception as error:  # the executor meets it again, and knows whose fault it is
+            if not isinstance(error, (OutOfMemory, MemoryError)) and self.num_refused < MAX_LOGGED_REFUSALS:
+                _log.warning(
+                    "a step could not be launched, and is planned again with nothing under way", exc_info=error
+                )
+            self.num_refused += 1
             return False
         finally:
             self.launching_s += time.perf_counter() - start

@@ -30,8 +30,8 @@ class LaunchedStep(Protocol):
     """A step that a device is at work on, or will be after those that were launched before it."""
 
     def result(self) -> StepResult:
-        """Waits for the step's tokens; once, and in the order in which steps were launched. What it raises is the end
-        of the runner: a step that does not fit is refused by `launch`."""
+        """Waits for the step's tokens; in the order in which steps were launched. What it raises is the end of the
+        runner: a step that does not fit is refused by `launch`."""
         ...
 
 

@@ -54,6 +54,10 @@ class LookaheadScheduler(Scheduler):
         self._specs.clear()
         self._finished_ids.clear()
 
+    def schedule(self) -> StepPlan | None:
+        assert not self._under_way, "a step is under way: see schedule_ahead"
+        return super().schedule()
+
     def schedule_ahead(self) -> StepPlan | None:
         """The step after the one under way. None where that had better be committed first: nothing else can run, blocks
         are lacking, or more sequences would be left out that decode than taken."""
@@ -134,9 +138,9 @@ class LookaheadScheduler(Scheduler):
                 break  # those before it are over sooner
         super()._release(seq)
 
-    def _preempt(self, seq: Sequence) -> None:
-        assert not self._under_way, f"{seq} is pre-empted while a step is under way"
-        super()._preempt(seq)
+    def shrink(self, max_num_seqs: int) -> None:
+        assert not self._under_way, "nobody is pre-empted while a step is under way"
+        super().shrink(max_num_seqs)
 
     def check(self, held: SequenceOf[tuple[int, list[int]]] = ()) -> None:
         super().check([*held, *(held for launched in self._under_way for held in launched.held)])

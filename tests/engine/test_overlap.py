@@ -316,6 +316,18 @@ def test_a_step_that_does_not_fit_is_refused_and_cut() -> None:
     assert runner.num_ahead > 0
 
 
+def test_a_row_that_makes_the_runner_raise_costs_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    waiting, engine, runner = small(raise_token=RAISES)
+    for number in range(8):
+        for each in (waiting, engine):
+            each.add_request(request(number, [1, 2, RAISES if number == 3 else 4], max_tokens=9))
+    outputs = finish(engine)
+    assert {i: told(o) for i, o in outputs.items()} == {i: told(o) for i, o in finish(waiting).items()}
+    assert [i for i, output in outputs.items() if output.error] == [3]
+    assert runner.num_refused > 0 and runner.num_ahead > 0
+    assert "a step could not be launched" in caplog.text
+
+
 def test_a_call_that_was_interrupted_as_it_waited_loses_nothing() -> None:
     waiting, engine, runner = small()
     for each in (waiting, engine):
