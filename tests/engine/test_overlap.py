@@ -336,6 +336,21 @@ def test_a_row_that_makes_the_runner_raise_costs_no_other(caplog: pytest.LogCapt
     assert "a step could not be launched" in caplog.text
 
 
+def test_rows_that_begin_with_a_refused_step_begin_with_the_next() -> None:
+    waiting, engine, runner = small(raise_token=RAISES)
+    rows = [request(number, [1, 2, RAISES if number == 1 else 4], max_tokens=9) for number in range(3)]
+    engine.add_request(rows[0])
+    engine.step()
+    for one in rows[1:]:
+        engine.add_request(one)
+    for one in rows:
+        waiting.add_request(one)
+    outputs = finish(engine)
+    assert runner.num_refused == 1
+    assert {i: told(o) for i, o in outputs.items()} == {i: told(o) for i, o in finish(waiting).items()}
+    assert [i for i, output in outputs.items() if output.error] == [1]
+
+
 def test_a_call_that_was_interrupted_as_it_waited_loses_nothing() -> None:
     waiting, engine, runner = small()
     for each in (waiting, engine):
