@@ -39,6 +39,31 @@ def test_a_few_hundred_hostile_inputs(tmp_path: Path) -> None:
         assert sums.outcomes[kind].total()
 
 
+def test_moments_beside_nanoseconds_of_another_file_may_be_lost_if_they_are_beyond(tmp_path: Path) -> None:
+    files: dict[str, bytes] = {}
+    for number, kind in enumerate((pa.timestamp("us"), pa.timestamp("ns"))):
+        out = io.BytesIO()
+        values = pa.array([1 << 62 if number == 0 else 7, 1], pa.int64()).cast(kind)
+        pq.write_table(pa.table({"prompt": PROMPTS[:2], "x": values}), out)
+        files[f"in/rows-{number}.parquet"] = out.getvalue()
+
+    def verdict(name: str, carried: dict[int, dict[str, str]]) -> Any:
+        case = Case(
+            kind="parquet",
+            what="a test",
+            job=job_text(input={"prompt": "{prompt}"}),
+            files=files,
+            rows={"rows-0.parquet": 2, "rows-1.parquet": 2},
+            completions={},
+            carried={"rows-0.parquet": carried},
+        )
+        return try_case(case, tmp_path / name)
+
+    assert verdict("lost", {0: {"x": "beyond Python"}, 1: {"x": "1970-01-01T00:00:00.000001"}}).ok
+    assert "and is None" in verdict("not so far", {0: {"x": "2261-01-01T00:00:00"}}).detail
+    assert "column 'x' was None" in verdict("another", {1: {"x": "None"}}).detail
+
+
 def test_ids_beside_bytes_of_another_file_keep_their_bytes() -> None:
     raw = bytes(range(16))
     own = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([raw], pa.binary(16)))

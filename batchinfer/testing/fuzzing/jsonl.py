@@ -68,7 +68,10 @@ def make(rng: Random) -> Case:
     if sampling_columns:
         notes.append("max_tokens from a hostile column")
     job = job_text(input={**prompt, "sampling_columns": sampling_columns})
-    if sampling_columns and not any(b'"more"' in content for content in files.values()):
+    # Hostile lines that are no rows make no column.
+    if sampling_columns and not any(
+        b'"more"' in line for content in files.values() for line in content.splitlines() if b"good row" in line
+    ):
         refusable = True
     return Case(
         kind="jsonl",

@@ -241,6 +241,8 @@ def _judge_carried(table: pa.Table, start: int, carried: Mapping[int, Mapping[st
                 found = text_of(table[column][row - start])
                 if found == "None" and pa.types.is_floating(table[column].type) and _beyond_floats(wanted):
                     continue  # an integer, and floats in another file: the log tells of it
+                if found == "None" and _is_in_nanoseconds(table[column].type) and _beyond_nanoseconds(wanted):
+                    continue  # a time in larger units, and nanoseconds in another file: the same
                 if pa.types.is_decimal(table[column].type) and _same_number(found, wanted):
                     continue  # an integer, and decimals in another file
                 if found not in (wanted, f"{wanted}.0"):
@@ -249,6 +251,15 @@ def _judge_carried(table: pa.Table, start: int, carried: Mapping[int, Mapping[st
 
 def _beyond_floats(text: str) -> bool:
     return text.lstrip("-").isdigit() and int(float(text)) != int(text)
+
+
+def _is_in_nanoseconds(kind: pa.DataType) -> bool:
+    return (pa.types.is_timestamp(kind) or pa.types.is_duration(kind)) and str(kind.unit) == "ns"
+
+
+def _beyond_nanoseconds(text: str) -> bool:
+    """Of a moment: 64 bits hold those of the years 1678 to 2261."""
+    return text == "beyond Python" or (text[:4].isdigit() and not 1678 <= int(text[:4]) <= 2261)
 
 
 def _same_number(found: str, wanted: str) -> bool:
