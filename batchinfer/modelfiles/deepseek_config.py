@@ -131,6 +131,12 @@ def _temperature(rope: RopeConfig) -> float:
     if rope.kind != "yarn":
         return 1.0
     scaling = rope.scaling
+    if "attention_factor" in scaling:
+        # Programs differ in whether it takes the place of mscale's.
+        raise ModelError(
+            "RoPE scaling 'yarn': attention_factor in the model's config is not supported in this family; mscale and "
+            "mscale_all_dim are"
+        )
     both = [real(scaling, key, default=0.0, zero=True) for key in ("mscale", "mscale_all_dim")]
     if all(both) or (not both[1] and both[0] in (0.0, 1.0)):
         weight = both[1]

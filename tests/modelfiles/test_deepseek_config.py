@@ -161,6 +161,7 @@ def test_numbers_that_turn_together_are_neighbours_unless_v3_says_not(
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor .* rotates 32 of qk_rope_head_dim 64"),
         ({"rope_scaling": {**YARN, "mscale_all_dim": 0}}, "mscale 0.707 and mscale_all_dim 0.0 .* both are needed"),
         ({"rope_scaling": {**YARN, "mscale": None}}, "mscale 0.0 and mscale_all_dim 0.707"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, "attention_factor .* not supported in this family"),
         ({"first_k_dense_replace": ...}, "first_k_dense_replace .* at least 0, got None"),
         ({"moe_layer_freq": 2}, "moe_layer_freq 2"),
         (
