@@ -1,7 +1,7 @@
 """DeepSeek's models against their definition: float64, keys and values of every head made from latents, no cache.
 
 Written from the papers (DeepSeek-AI 2024: arXiv:2405.04434, section 2 and appendix C, and arXiv:2412.19437, section
-2.1; YaRN: Peng et al. 2023), not from `layers`.
+2.1; YaRN: arXiv:2309.00071), not from `layers`.
 """
 
 from __future__ import annotations
