@@ -116,7 +116,7 @@ def iter_arrow(
     with open_arrow(uri, options, memory_map=mapped) as source:
         for i, batch in _record_batches(source, layout, first, columns):
             row = int(layout.starts[i])
-            step = max(1, min(max_rows, int(max_bytes * batch.num_rows / max(1, batch.nbytes))))
+            step = max(1, min(max_rows, int(max_bytes * batch.num_rows / max(1, batch.get_total_buffer_size()))))
             for at in range(max(0, start - row), batch.num_rows, step):
                 yield row + at, batch.slice(at, step)
 

@@ -121,7 +121,14 @@ def check_text(start: int, table: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[
             array.validate(full=True)
         except pa.ArrowInvalid:
             _check_all_but_values(array)
-            array = _repair(column, array, start, errors)
+            try:
+                array = _repair(column, array, start, errors)
+            except pa.ArrowNotImplementedError:  # of extension types within runs (26.0)
+                raise pa.ArrowInvalid(
+                    f"column {column.name!r} holds text that is not UTF-8 or other values that are none, and Arrow "
+                    f"can't take apart values of type {column.type}; leave it out (output.columns), or write the file "
+                    "again"
+                ) from None
         arrays.append(array)
     return pa.RecordBatch.from_arrays(arrays, schema=table.schema), errors
 

@@ -267,3 +267,30 @@ def test_a_hub_id_without_a_network_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(InputError, match=r"'org/demo' is no local file or folder.*Couldn't reach.*network"):
         open_dataset("org/demo::train")
+
+
+@pytest.mark.parametrize("kind", [pa.list_view(pa.int64()), pa.large_list_view(pa.int64()), pa.list_(pa.int64())])
+@pytest.mark.parametrize("what", ["places", "number of values"])
+def test_what_lies_far_outside_ends_no_process(tmp_path: Path, kind: pa.DataType, what: str) -> None:
+    """In a process of its own, since pyarrow itself might end it."""
+    array = pa.array([[1, None, 3]] * ROWS, kind)
+    good = stream_of(pa.record_batch({"x": array, "prompt": ["a"] * ROWS}))
+    width = "<3q" if "large" in str(kind) else "<3i"
+    own, wrong = (struct.pack(width, *numbers) for numbers in ((3, 6, 9), (3, (1 << 31) - 1, 1 << 30)))
+    if what == "number of values":  # and of nulls, that it be counted
+        own, wrong = struct.pack("<2q", 3 * ROWS, ROWS), struct.pack("<2q", (1 << 33) + 1, -1)
+    assert own in good
+    path = tmp_path / "x.arrow"
+    path.write_bytes(good.replace(own, wrong))
+    code = """if True:
+        import sys
+        from batchinfer.data.dataset import open_dataset
+        from batchinfer.errors import InputError
+        try:
+            print(sum(batch.table.num_rows for batch in open_dataset(sys.argv[1]).read(0)))
+        except InputError as error:
+            print(error)
+    """
+    run = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "x.arrow can't be read at row 0" in run.stdout

@@ -440,3 +440,11 @@ def test_a_broken_value_does_not_hide_values_that_are_not_there(name: str, neste
         buffer[:] = places  # behind Arrow's back, as in a damaged file
     with pytest.raises(pa.ArrowInvalid):
         check_text(0, pa.RecordBatch.from_arrays([array], names=["x"]))
+
+
+def test_broken_text_beside_what_can_not_be_taken_apart_is_said() -> None:
+    uuids = pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"x" * 16], pa.binary(16)))
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), uuids)
+    array = pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), _broken_text(2), runs)
+    with pytest.raises(pa.ArrowInvalid, match=r"column 'x' holds text that is not UTF-8.*output\.columns"):
+        check_text(0, pa.RecordBatch.from_arrays([array], names=["x"]))

@@ -52,7 +52,9 @@ def _make(rng: Random, kind: str, write: Callable[[Random, pa.Table], bytes]) ->
         if rng.random() < 0.25:
             content, sure, doubtful = _broken(rng, content, notes), False, True
         files[f"{INPUT_FOLDER}/{name}"] = content
-        refusable = refusable or doubtful
+        # Arrow can't take apart extension types within runs, of which one value may be none (26.0).
+        kinds = [str(kind) for kind in table.schema.types]
+        refusable = refusable or doubtful or any("run_end" in kind and "extension" in kind for kind in kinds)
         if sure:
             rows[name] = table.num_rows
             completions[name] = {row: text for row, text in enumerate(prompts) if text is not None}
