@@ -199,6 +199,11 @@ def model_text(files: ModelFiles) -> str:
         ("num_attention_heads", "attention heads"),
         ("num_key_value_heads", "KV heads"),
         ("head_dim", "head size"),
+        ("kv_lora_rank", "size of latents"),
+        ("num_experts", "experts"),
+        ("num_local_experts", "experts"),
+        ("n_routed_experts", "experts"),
+        ("num_experts_per_tok", "experts of a token"),
         ("vocab_size", "vocabulary"),
     ):
         if config.get(key) is not None:

@@ -22,7 +22,7 @@ from batchinfer.cluster.submit import JobResult
 from batchinfer.job.events import Tally
 from batchinfer.job.report import JobReport
 from batchinfer.job.verify import VerifyReport
-from batchinfer.testing.tiny import make_tiny
+from batchinfer.testing.tiny import make_tiny, tiny_config
 
 OPTIONS = {
     "submit": ["--dry-run", "--extend", "--fresh", "--help", "--set", "JOB"],
@@ -161,6 +161,15 @@ def test_inspect_says_whether_a_model_can_be_run(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "64"}))
     assert re.search(r"can be run +no: .*hidden_size .* integer, got '64'", batchinfer("inspect", str(folder)).stdout)
+
+
+@pytest.mark.parametrize(("family", "latents"), [("deepseek-v3", True), ("qwen3-moe", False), ("mixtral", False)])
+def test_inspect_says_what_a_model_has_of_experts_and_latents(tmp_path: Path, family: str, latents: bool) -> None:
+    config = tiny_config(family)
+    said = batchinfer("inspect", str(make_tiny(tmp_path / "tiny", family))).stdout
+    assert re.search(r"experts +8\n", said)
+    assert re.search(rf"experts of a token +{config['num_experts_per_tok']}\n", said)
+    assert bool(re.search(r"size of latents +32\n", said)) == latents
 
 
 def test_a_reader_that_leaves_is_no_error_of_ours(job: Path) -> None:
