@@ -315,9 +315,12 @@ class Engine:
     def waiting_for_each_step(self) -> Iterator[None]:
         """In here nothing is under way between steps, so that what is in a step can be timed. What ended with the step
         that was under way comes with the next."""
-        overlaps, self._overlaps = self._overlaps, False
+        overlaps = self._overlaps
+        start = time.perf_counter()
         if self._overlapped is not None:
             self._overlapped.finish()
+        self._scheduler_s += time.perf_counter() - start  # less what `overlapped` counts: see `stats`
+        self._overlaps = False
         try:
             yield
         finally:

@@ -64,7 +64,8 @@ class OverlappedSteps:
         is_refused = plan is not None and not self._launch(plan)
         done = self._end()
         if not self._under_way:
-            done += self._begin(is_refused=is_refused)
+            self._scheduler.hand_out(done)  # not lost where the call is interrupted in the next step
+            done = self._begin(is_refused=is_refused)
         return done
 
     def finish(self) -> None:

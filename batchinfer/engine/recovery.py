@@ -33,6 +33,8 @@ class StepExecutor:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        # Looked at once: what a protocol has is looked up by name, each time.
+        self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
         self._next_step = 0
         self._added: tuple[SequenceSpec, ...] = ()  # not yet told to the runner
         self._finished: tuple[int, ...] = ()
@@ -56,8 +58,8 @@ class StepExecutor:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """On a runner that overlaps. What that raises is raised here, and then the step did not happen."""
-        assert isinstance(self._runner, OverlappingRunner)
-        launched = self._runner.launch(self._told(plan))
+        assert self._overlapping is not None
+        launched = self._overlapping.launch(self._told(plan))
         self._executed()
         return launched
 

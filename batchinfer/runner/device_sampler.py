@@ -59,7 +59,8 @@ class DeviceSampler:
 
     def __init__(self, ops: SamplingOps, device: torch.device, *, part_rows: int) -> None:
         self._ops, self._device, self._part_rows = ops, device, part_rows
-        self._staging = Staging(device, torch.int64)
+        # One each, so that of what a step writes nothing waits for the step under way.
+        self._index_staging, self._row_staging = Staging(device, torch.int64), Staging(device, torch.int64)
 
     def sample(self, model: CausalLM, hidden: Tensor, rows: Sequence[SampleRow], at: Sequence[int]) -> Drawn:
         """Puts the drawing of the rows' tokens into the device's queue. at: which of the hidden states is a row's."""
@@ -97,9 +98,9 @@ class DeviceSampler:
         return torch.where(finite, self._ops.sample(logits, drawing), _NOT_FINITE)
 
     def _indices(self, at: Sequence[int]) -> Tensor:
-        host = self._staging.write(len(at))
+        host = self._index_staging.write(len(at))
         host.numpy()[:] = at
-        return self._moved(host)
+        return self._moved(host, self._index_staging)
 
     def _drawings(self, rows: Sequence[SampleRow]) -> list[Drawing]:
         """Of each part of so many rows; in one copy, since the host would wait for the last but one before a third."""
@@ -107,7 +108,7 @@ class DeviceSampler:
             return []
         params = [row.state.spec.sampling for row in rows]
         count = len(rows)
-        host = self._staging.write(6 * -(-count // _ALIGNED) * _ALIGNED).view(6, -1)
+        host = self._row_staging.write(6 * -(-count // _ALIGNED) * _ALIGNED).view(6, -1)
         whole = host.numpy()[:, :count]
         floats = host.numpy().view(np.float64)[:, :count]
         whole[0] = np.array([row.state.spec.sample_key for row in rows], dtype=np.uint64).view(np.int64)
@@ -116,7 +117,7 @@ class DeviceSampler:
         floats[3] = [p.temperature for p in params]
         floats[4] = [p.top_p for p in params]
         floats[5] = [p.min_p for p in params]
-        moved = self._moved(host)
+        moved = self._moved(host, self._row_staging)
         keys, positions = moved[0], moved[1]
         top_k = moved[2].view(torch.int32)
         temperature, top_p, min_p = moved[3:].view(torch.float64)
@@ -133,10 +134,10 @@ class DeviceSampler:
             for end in [min(begin + self._part_rows, count)]
         ]
 
-    def _moved(self, host: Tensor) -> Tensor:
+    def _moved(self, host: Tensor, staging: Staging) -> Tensor:
         moved = torch.empty(host.shape, dtype=host.dtype, device=self._device)
         moved.copy_(host, non_blocking=True)
-        self._staging.sent()
+        staging.sent()
         return moved
 
 

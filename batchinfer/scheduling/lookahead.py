@@ -127,6 +127,11 @@ class LookaheadScheduler(Scheduler):
         self._blocks.let_go(launched.held)
         return done
 
+    def abort(self, seq_id: int) -> Sequence | None:
+        if self._done:  # handed out again, and not yet taken
+            self._done = [seq for seq in self._done if seq.seq_id != seq_id]
+        return super().abort(seq_id)
+
     def hand_out(self, done: list[Sequence]) -> None:
         """Sequences that have ended already: they come with those that end with the next commit."""
         self._done += done

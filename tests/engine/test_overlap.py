@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -119,7 +119,7 @@ def copied(plan: StepPlan) -> StepPlan:
 
 def engines(**options: Any) -> tuple[Engine, Engine, Slow]:
     """(one that waits, one that does not, its runner), else alike."""
-    names = ("eos_rate", "max_step_tokens", "raise_token", "nan_token")
+    names = ("eos_rate", "max_step_tokens", "raise_token", "nan_token", "step_delay_ms")
     faults = {name: options.pop(name) for name in names if name in options}
     groups = tuple(
         KVGroup(num_blocks=options["num_blocks"], block_size=options["block_size"], window=window)
@@ -367,6 +367,70 @@ def test_a_call_that_was_interrupted_as_it_waited_loses_nothing() -> None:
         engine.step()
     step.result = plain  # type: ignore[method-assign]
     assert {i: told(o) for i, o in finish(engine).items()} == {i: told(o) for i, o in finish(waiting).items()}
+
+
+def interrupted_once(monkeypatch: pytest.MonkeyPatch, thing: Any, name: str, call: Callable[[], Any]) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(thing, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+
+
+def test_who_ended_is_told_though_the_next_step_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With penalties nothing is planned ahead: the step under way is taken in before the next one is launched."""
+    waiting, engine, runner = small()
+    for number in range(2):
+        for each in (waiting, engine):
+            each.add_request(request(number, [1, 2, 3], max_tokens=2 + 3 * number, presence_penalty=1.0))
+    engine.step()
+    engine.step()
+    interrupted_once(monkeypatch, runner, "launch", engine.step)
+    assert engine.scheduler.num_unfinished == 1 and not runner.under_way  # row 0 has ended
+    outputs: dict[int, RequestOutput] = {}
+    for _ in range(10):
+        take(engine, outputs)
+    assert not engine.has_unfinished()
+    assert {i: told(o) for i, o in outputs.items()} == {i: told(o) for i, o in finish(waiting).items()}
+
+
+def test_steps_go_on_overlapping_where_waiting_for_them_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, engine, runner = small()
+    for each in (waiting, engine):
+        each.add_request(request(0, [1, 2, 3], max_tokens=9))
+    engine.step()
+
+    def wait() -> None:
+        with engine.waiting_for_each_step():
+            raise AssertionError("it was interrupted before")
+
+    interrupted_once(monkeypatch, runner.under_way[0], "result", wait)
+    assert {i: told(o) for i, o in finish(engine).items()} == {i: told(o) for i, o in finish(waiting).items()}
+    assert runner.num_ahead == 8
+
+
+def test_what_is_given_up_before_it_was_handed_out_has_no_outcome() -> None:
+    waiting, engine, _ = small()
+    engine.add_request(request(0, [1, 2, 3], max_tokens=1))
+    engine.step()
+    again = request(0, [4, 5], max_tokens=3)
+    waiting.add_request(again)
+    with engine.waiting_for_each_step():  # it has ended, which nobody was told yet
+        assert engine.abort(0)
+        engine.add_request(again)
+        assert told(finish(engine)[0]) == told(finish(waiting)[0])
+
+
+def test_time_of_waiting_is_counted_once() -> None:
+    _, engine, _ = small(step_delay_ms=20)
+    engine.add_request(request(0, [1, 2, 3], max_tokens=3))
+    engine.step()
+    with engine.waiting_for_each_step():
+        stats = engine.stats()
+    assert stats.waiting_s >= 0.02 and stats.runner_s >= 0.02
+    assert stats.scheduler_s > 0
 
 
 def test_a_step_that_fails_under_way_is_the_end_of_the_engine() -> None:
