@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from batchinfer.attention.tiles import StepBatch, ranges, starts_of
+from batchinfer.errors import EngineError
 from batchinfer.runner.sequence_state import Ints, SequenceState
 from batchinfer.types.step import UNKNOWN_TOKEN, Chunk
 
 
 class Sampled(NamedTuple):
-    """What a step has sampled: tokens int64 on the device, negative where nothing could be; by seq_id, the place of its
-    token among them."""
+    """What a step has sampled: tokens int64 on the device, negative where nothing could be; by (seq_id, position of the
+    token in its sequence), the place among them."""
 
     tokens: Tensor
-    places: Mapping[int, int]
+    places: Mapping[tuple[int, int], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,8 @@ def make_step_batches(
     chunks: Sequence[Chunk], states: Sequence[SequenceState], last: Sampled | None = None
 ) -> StepBatches:
     """Arrays of a step with at least one chunk; `states[i]` is the state of `chunks[i]`'s sequence. last: of the step
-    before, where that is under way."""
+    before, where that is under way. Raises EngineError where that has not sampled what is not known, as after a launch
+    that was interrupted before anybody heard of it."""
     lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     firsts = np.cumsum(lengths) - lengths
@@ -59,7 +61,10 @@ def make_step_batches(
     if last is not None:
         for first, chunk in zip(firsts.tolist(), chunks, strict=True):
             if chunk.token_ids[0] == UNKNOWN_TOKEN:
-                token_ids[first] = -1 - last.places[chunk.seq_id]
+                place = last.places.get((chunk.seq_id, chunk.start))
+                if place is None:
+                    raise EngineError(f"sequence {chunk.seq_id}: nothing was sampled last for position {chunk.start}")
+                token_ids[first] = -1 - place
                 unknown = last.tokens
     positions = np.arange(num_tokens) + np.repeat(starts - firsts, lengths)
     by_group = []

@@ -317,7 +317,12 @@ class RunnerStep:
         if self.drawn is None:
             return None
         self.drawn.send()
-        return Sampled(self.drawn.tokens, {self.seq_ids[r]: place for place, r in enumerate(self.drawn.order)})
+        rows, seq_ids = self.rows, self.seq_ids
+        places = {
+            (seq_ids[r], rows[r].state.num_prompt_tokens + rows[r].output_position): place
+            for place, r in enumerate(self.drawn.order)
+        }
+        return Sampled(self.drawn.tokens, places)
 
     def result(self) -> StepResult:
         tokens = self.tokens if self.drawn is None else self.drawn.by_row()
