@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies of every scaling kind, and the cos/sin tables.
 
-What a config says is read by `modelfiles.rope_config`; the rotation itself is `ops.rope`. Formulas: Su et al. 2021
-(RoPE), Peng et al. 2023 (YaRN), the Llama 3.1 release (llama3).
+What a config says is read by `modelfiles.rope_config`; the rotation itself is `ops.rope`. Formulas: arXiv:2104.09864
+(RoPE), arXiv:2309.00071 (YaRN), the Llama 3.1 release (llama3).
 """
 
 from __future__ import annotations
