@@ -79,6 +79,7 @@ class ResolvedJob(FrozenJob):
             device=self.semantic["engine.device"],
             deterministic=engine.deterministic,
             cuda_graphs=engine.cuda_graphs,
+            async_scheduling=engine.async_scheduling,
             tensor_parallel_size=engine.tensor_parallel_size,
             max_model_len=self.max_model_len,
             max_num_seqs=engine.max_num_seqs,

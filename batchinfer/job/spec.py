@@ -155,6 +155,11 @@ class EngineSpec(_Section):
     cuda_graphs: Literal["auto"] | bool = Field(
         "auto", description="launch steps without prompts as CUDA graphs; auto: on GPUs, with Triton's kernels"
     )
+    async_scheduling: Literal["auto"] | bool = Field(
+        "auto",
+        description="plan and launch a step while the GPU is at work on the one before; auto: on GPUs, with Triton's"
+        " kernels",
+    )
     tensor_parallel_size: PositiveInt = 1
     max_model_len: Annotated[int, Field(ge=2, description="tokens of prompt and completion together")] | None = None
     max_num_seqs: AutoInt = "auto"

@@ -85,7 +85,7 @@ def test_a_job_on_the_cpu_is_what_it_was(job):
 def test_a_manifest_of_a_version_without_the_newer_keys_is_gone_on_with(job):
     first = freeze_job(job(H200))
     data = json.loads(first.layout.manifest.read_bytes())
-    for key in ("cuda_graphs", "gpu_memory_utilization"):
+    for key in ("cuda_graphs", "async_scheduling", "gpu_memory_utilization"):
         del data["spec"]["engine"][key]
     first.layout.manifest.write_text(json.dumps(data))
     old = load_manifest(first.layout)
@@ -161,11 +161,18 @@ def test_with_torch_alone_another_model_of_the_architecture_is_refused(job):
 def test_how_a_gpu_is_used_changes_no_bytes_and_may_change(job):
     first = freeze_job(job(H200, CUDA))
     config = first.engine_config
-    assert (config.cuda_graphs, config.gpu_memory_utilization) == ("auto", 0.9)
-    again = job(H200, CUDA, "engine.cuda_graphs=false", "engine.gpu_memory_utilization=0.5")
+    assert (config.cuda_graphs, config.async_scheduling, config.gpu_memory_utilization) == ("auto", "auto", 0.9)
+    changed = ("engine.cuda_graphs=false", "engine.async_scheduling=false", "engine.gpu_memory_utilization=0.5")
+    again = job(H200, CUDA, *changed)
     assert again.fingerprint == first.fingerprint
-    assert (again.engine_config.cuda_graphs, again.engine_config.gpu_memory_utilization) == (False, 0.5)
-    for wrong in ("engine.cuda_graphs=2", "engine.gpu_memory_utilization=0", "engine.gpu_memory_utilization=1.5"):
+    config = again.engine_config
+    assert (config.cuda_graphs, config.async_scheduling, config.gpu_memory_utilization) == (False, False, 0.5)
+    for wrong in (
+        "engine.cuda_graphs=2",
+        "engine.async_scheduling=2",
+        "engine.gpu_memory_utilization=0",
+        "engine.gpu_memory_utilization=1.5",
+    ):
         with pytest.raises(ConfigError, match=rf"{wrong.partition('=')[0]} must be"):
             job(H200, CUDA, wrong)
 
