@@ -178,8 +178,6 @@ def _check_places(array: pa.Array) -> None:
         offsets = array.offsets.to_numpy().astype(np.int64)
         count = min(len(array.keys), len(array.items)) if t.is_map(kind) else len(array.values)
         missing = _are_outside(offsets[:-1], np.diff(offsets), count)
-    elif t.is_fixed_size_list(kind):
-        missing = (array.offset + len(array)) * kind.list_size > len(array.values)
     elif t.is_struct(kind):
         missing = any(len(array.field(i)) < len(array) for i in range(kind.num_fields))
     elif t.is_run_end_encoded(kind):

@@ -147,6 +147,7 @@ def load_engine_job(path: str | Path) -> EngineJob:
 
 
 def read_run(path: str | Path) -> bytes:
+    """What `manifest.save_run` wrote, waited for a little. Raises BatchinferError where it is not there."""
     path = Path(path)
     data = LocalStore(path.parent).get(path.name, wait_s=10.0)
     if data is None:

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from batchinfer.data import arrow as arrow_module
 from batchinfer.data import dataset as dataset_module
 from batchinfer.data.dataset import InputDataset, open_dataset
+from batchinfer.data.rows import check_text
 from batchinfer.errors import InputError
 from batchinfer.testing.fuzzing.arrow_values import any_type, array_of
 
@@ -294,3 +296,17 @@ def test_what_lies_far_outside_ends_no_process(tmp_path: Path, kind: pa.DataType
     run = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr[-2000:]
     assert "x.arrow can't be read at row 0" in run.stdout
+
+
+def test_a_broken_value_does_not_hide_a_shorter_field_of_its_struct() -> None:
+    offsets = pa.py_buffer(np.arange(ROWS + 1, dtype=np.int32))
+    text = pa.Array.from_buffers(pa.string(), ROWS, [None, offsets, pa.py_buffer(b"\xff" * ROWS)])
+    column = pa.StructArray.from_arrays([text, pa.array([7] * ROWS)], names=["a", "b"])
+    good = stream_of(pa.record_batch({"x": column}))
+    own, shorter = struct.pack("<2q", ROWS, 0), struct.pack("<2q", ROWS - 1, 0)
+    at = good.rindex(own)  # the last field's
+    batch = pa.ipc.open_stream(good[:at] + shorter + good[at + len(own) :]).read_next_batch()
+    with pytest.raises(pa.ArrowInvalid, match="UTF8"):
+        batch.validate(full=True)
+    with pytest.raises(pa.ArrowInvalid, match="not all values that it speaks of are there"):
+        check_text(0, batch)
