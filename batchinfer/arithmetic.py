@@ -12,17 +12,21 @@ from typing import Any
 
 from batchinfer_kernels import determinism, gpus, triton_outlook
 from batchinfer_kernels.native import outlook
+from batchinfer_kernels.triton_outlook import unfit_heads, unfit_latents, unfit_width
 
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.modelfiles import ModelFiles
-from batchinfer.modelfiles.deepseek_config import is_latent
-from batchinfer.modelfiles.experts_config import has_experts
-from batchinfer.modelfiles.stored_quantization import stored_quantization
+from batchinfer.modelfiles.deepseek_config import DeepseekConfig, is_latent
+from batchinfer.modelfiles.experts_config import ExpertsConfig
+from batchinfer.modelfiles.stored_quantization import BLOCK, StoredQuantization, stored_quantization
+from batchinfer.modelfiles.supported import read_config
 
 USER = "user"
 DTYPES = ("float32", "bfloat16", "float16")
 # Made while loading, and how a checkpoint may be stored.
 QUANTIZATIONS = ("none", "int8", "w8a8", "fp8", "gptq", "awq")
+# Of those, and int8 on GPUs, the ones of eight bits.
+_EIGHT_BITS = ("int8", "w8a8", "fp8")
 # Of those, as what the cost of weights is known.
 _WEIGHTS = {"w8a8": "int8", "gptq": "int4", "awq": "int4"}
 KV_CACHE_DTYPES = (*DTYPES, "int8")
@@ -159,10 +163,13 @@ def resolve_arithmetic(
         put("kv_cache_dtype", kv_cache_dtype, (chosen, "auto: model.dtype"))
         return Arithmetic(**values, instruction_level=None, sources=sources | {"instruction_level": "model"})
     types = chosen if kv_cache_dtype == "auto" else f"{chosen}, {kv_cache_dtype}"
-    unfit = _unfit_for_triton(machine, on_cpu=on_cpu, types=types) or _unfit_experts(files)
-    used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else _auto_gpu_kernels(unfit))
-    if kernels == "triton" and unfit is not None:
-        raise ConfigError(f"engine.kernels triton can't be used here: {unfit}")
+    wanted_scheme = _stored_scheme(files) or quantization
+    unfit = _unfit_for_triton(machine, on_cpu=on_cpu, types=types)
+    of_model = _unfit_model(files, eight_bits=wanted_scheme in _EIGHT_BITS, int8_cache=kv_cache_dtype == "int8")
+    used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else _auto_gpu_kernels(unfit or of_model))
+    if kernels == "triton" and (unfit or of_model) is not None:
+        mend = "; leave engine.kernels out, or set it to cpu (torch)" if unfit is None else ""
+        raise ConfigError(f"engine.kernels triton can't be used here: {unfit or of_model}{mend}")
     if kernels == "native" and not on_cpu:
         raise ConfigError("engine.kernels native is for CPUs; with engine.device cuda use auto, triton or cpu (torch)")
     if kernels == "native" and machine.obstacle is not None:
@@ -204,6 +211,8 @@ def resolve_arithmetic(
     ):
         instead = "int8 is computed by torch" if scheme == "int8" else "everything is computed in float32, not in int8"
         degraded = f"{VNNI}, but {machine.obstacle}: {instead}, which is much slower; {machine.mend}"
+    if not on_cpu and kernels == "auto" and unfit is None and of_model is not None:
+        degraded = f"Triton's kernels can't run this model: {of_model}: plain torch does, which is much slower"
     return Arithmetic(**values, instruction_level=level, sources=sources, degraded=degraded)
 
 
@@ -254,17 +263,47 @@ def _unfit_for_triton(machine: Machine, *, on_cpu: bool, types: str) -> str | No
     return None
 
 
-def _unfit_experts(files: ModelFiles) -> str | None:
-    """Why Triton's kernels can't multiply the model's experts together; None where they can, or there are none."""
+def _unfit_model(files: ModelFiles, *, eight_bits: bool, int8_cache: bool) -> str | None:
+    """Why Triton's kernels can't run a model of these sizes, stored as it is; None where they can, and where its config
+    can't be read, which is refused elsewhere. eight_bits: of products' inputs as well as of weights."""
     try:
+        config = read_config(files.config)
         stored = stored_quantization(files.config)
     except ModelError:
         return None
-    if stored is None or not stored.act_order or stored.group == -1 or not has_experts(files.config):
-        return None
-    return (
-        "experts whose inputs have orders of their own (desc_act in quantization_config) can't be multiplied together"
-    )
+    widths = {"hidden_size": config.hidden_size}
+    if isinstance(config, DeepseekConfig):
+        unfit, keys = unfit_latents(config.rank, config.rotated_dim), "kv_lora_rank, qk_rope_head_dim"
+        widths["q_lora_rank"] = config.q_rank or 0
+        results, of_results = config.num_heads * config.value_dim, "num_attention_heads times v_head_dim"
+    else:
+        unfit, keys = unfit_heads(config.head_dim, int8_cache=int8_cache), "head_dim"
+        results, of_results = config.num_heads * config.head_dim, "num_attention_heads times head_dim"
+    if eight_bits:
+        widths[of_results] = results
+    for name, width in widths.items():
+        if unfit is None:
+            unfit, keys = unfit_width(width), name
+    if unfit is not None:
+        return f"{unfit} ({keys} in the model's config)"
+    experts = next((experts for experts in config.experts if experts is not None), None)
+    return None if stored is None or experts is None else _unfit_experts(stored, experts)
+
+
+def _unfit_experts(stored: StoredQuantization, experts: ExpertsConfig) -> str | None:
+    """Why such experts of a checkpoint can't be multiplied together; None where they can."""
+    if stored.act_order and stored.group != -1:
+        return (
+            "experts whose inputs have orders of their own (desc_act in quantization_config) can't be multiplied "
+            "together"
+        )
+    inner = experts.intermediate_size
+    if stored.splits((inner, inner)):
+        return (
+            f"an expert's gate and up can't be one product: their {inner} outputs each (moe_intermediate_size, or "
+            f"intermediate_size, in the model's config) are no multiple of the {BLOCK} that share a scale"
+        )
+    return None
 
 
 def _auto_quantization(dtype: str, kernels: str, kernels_source: str) -> tuple[str, str]:

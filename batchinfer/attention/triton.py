@@ -18,7 +18,6 @@ from batchinfer_kernels.triton.attention import (
     FEW,
     KIND,
     MANY,
-    MAX_HEAD_DIM,
     NOTHING,
     WHOLE,
     TileGroup,
@@ -27,6 +26,7 @@ from batchinfer_kernels.triton.attention import (
     launch_config,
 )
 from batchinfer_kernels.triton.merge import merge_splits
+from batchinfer_kernels.triton_outlook import unfit_heads, unfit_latents
 from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
@@ -82,14 +82,7 @@ class TritonAttention:
     ) -> None:
         if split_size % block_size:
             raise ValueError(f"split_size {split_size} is not a multiple of block_size {block_size}")
-        if spec.head_dim > MAX_HEAD_DIM:
-            raise ConfigError(
-                f"engine.kernels triton: heads have {spec.head_dim} dimensions, at most {MAX_HEAD_DIM} can be; use cpu"
-            )
-        if kv_dtype == torch.int8 and block_size % 4:
-            raise ConfigError(
-                f"engine.block_size {block_size} must be a multiple of 4 for an int8 KV cache of engine.kernels triton"
-            )
+        _refuse(unfit_heads(spec.head_dim, int8_cache=kv_dtype == torch.int8))
         self.kv_dtype = kv_dtype
         group = spec.num_heads // spec.num_kv_heads
         self.kinds: dict[int, str] = {}
@@ -199,11 +192,7 @@ class TritonLatentAttention:
             raise ValueError(f"split_size {split_size} is not a multiple of block_size {block_size}")
         assert spec.latent_rank is not None
         rank, self._width = spec.latent_rank, spec.head_dim
-        if not mla.takes(rank, self._width - rank):
-            raise ConfigError(
-                f"engine.kernels triton: latents have {rank} numbers and rotated parts {self._width - rank}; powers of "
-                "two from 16 on can be; use cpu"
-            )
+        _refuse(unfit_latents(rank, self._width - rank))
         self.kv_dtype = kv_dtype
         queries = max(mla.launch_config(device)["BLOCK_M"] // spec.num_heads, 1)
         self.kinds = {queries: mla.KIND}
@@ -255,6 +244,11 @@ class TritonLatentAttention:
             mla.attend(q, k_cache, part, out, partial, log_sums, scale=spec.scale)
             merge_splits(partial, log_sums, part, out)
         return out
+
+
+def _refuse(unfit: str | None) -> None:
+    if unfit is not None:
+        raise ConfigError(f"engine.kernels triton can't be used here: {unfit}; use engine.kernels cpu")
 
 
 class _Scratch:

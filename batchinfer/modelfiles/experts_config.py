@@ -58,11 +58,6 @@ class ExpertsConfig:
             raise ModelError(f"n_group {self.num_groups}: groups are scored by their two best experts, these have one")
 
 
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a config speaks of experts, of whatever family."""
-    return any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
 def mixtral_experts(config: Mapping[str, Any], num_layers: int) -> tuple[ExpertsConfig | None, ...]:
     """Of each layer."""
     experts = ExpertsConfig(

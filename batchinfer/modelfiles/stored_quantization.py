@@ -8,7 +8,7 @@ activations that are scaled as they come. Which layers are stored plain is told 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,11 @@ class StoredQuantization:
     act_order: bool = False
     zero_offset: int = 0
     blocks: bool = False
+
+    def splits(self, parts: Sequence[int]) -> bool:
+        """Whether layers of so many output features can't stand side by side as one: a block of weights with one
+        scale would have some of two of them."""
+        return self.blocks and any(features % BLOCK for features in parts[:-1])
 
 
 class _Unknown(Exception):

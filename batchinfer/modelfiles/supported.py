@@ -10,13 +10,15 @@ from typing import Any
 
 from batchinfer.errors import ModelError
 from batchinfer.modelfiles import deepseek_config, llama_config
+from batchinfer.modelfiles.deepseek_config import DeepseekConfig
 from batchinfer.modelfiles.files import ModelFiles
+from batchinfer.modelfiles.llama_config import LlamaConfig
 from batchinfer.modelfiles.stored_quantization import MARKS, StoredQuantization, stored_quantization
 
 # What reads and checks the config of each architecture.
-ARCHITECTURES: Mapping[str, Callable[[str, Mapping[str, Any]], object]] = {
-    **dict.fromkeys(llama_config.ARCHITECTURES, llama_config.LlamaConfig.from_config),
-    **dict.fromkeys(deepseek_config.ARCHITECTURES, deepseek_config.DeepseekConfig.from_config),
+ARCHITECTURES: Mapping[str, Callable[[str, Mapping[str, Any]], LlamaConfig | DeepseekConfig]] = {
+    **dict.fromkeys(llama_config.ARCHITECTURES, LlamaConfig.from_config),
+    **dict.fromkeys(deepseek_config.ARCHITECTURES, DeepseekConfig.from_config),
 }
 
 
@@ -79,13 +81,19 @@ def _without(stored: StoredQuantization | None) -> str:
     return " without a quantization_config in config.json" if stored is None else f" in a checkpoint of {stored.scheme}"
 
 
+def read_config(config: Mapping[str, Any]) -> LlamaConfig | DeepseekConfig:
+    """Resolved and checked. Raises ModelError for what is not supported."""
+    architecture = architecture_of(config)
+    return ARCHITECTURES[architecture](architecture, config)
+
+
 def check_supported(files: ModelFiles) -> None:
     """Raises ModelError, naming the model, where loading it would be refused for what its config says."""
     if files.kind == "fake":
         return
     try:
-        architecture = architecture_of(files.config)
+        architecture_of(files.config)
         check_quantized_tensors(files)
-        ARCHITECTURES[architecture](architecture, files.config)
+        read_config(files.config)
     except ModelError as error:
         raise ModelError(f"{files.root}: {error}") from error

@@ -57,7 +57,7 @@ class EightBits(ABC):
         if shared is not None or not any(quantized):
             return Unquantized().weights(shape, basis, shared)
         blocks = self._stored is not None and self._stored.blocks
-        if not all(quantized) or (blocks and any(features % fp8.BLOCK for features in shape.parts[:-1])):
+        if not all(quantized) or (self._stored is not None and self._stored.splits(shape.parts)):
             return Apart(basis.ops, shape, partial(self.weights, basis=basis))
         ops, dtype, device = basis.ops, basis.dtype, basis.device
         filling: AsStored | ByRow

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from batchinfer_kernels import fp8
 
 from batchinfer.arithmetic import Arithmetic, Machine, resolve_arithmetic, this_machine
 from batchinfer.errors import ConfigError
-from batchinfer.modelfiles import ModelFiles, TokenizerFiles, open_model
+from batchinfer.modelfiles import ModelFiles, TokenizerFiles, open_model, stored_quantization
+from batchinfer.testing.tiny import tiny_config
 
 MEND = "install gcc"
 SUITED = Machine(vector_level="avx512", product_level="avx512_bf16")
@@ -27,11 +30,11 @@ def resolved(
     stored: str = "bfloat16",
     quantized: dict[str, Any] | None = None,
     architecture: str = "LlamaForCausalLM",
-    experts: int | None = None,
+    model: dict[str, Any] | None = None,
     **options: Any,
 ) -> Arithmetic:
-    config = {"architectures": [architecture], "torch_dtype": stored, "quantization_config": quantized}
-    config["num_experts"] = experts
+    """model: of which config.json says more than the architecture."""
+    config = {"architectures": [architecture], **(model or {}), "torch_dtype": stored, "quantization_config": quantized}
     files = ModelFiles(
         name="m", kind="hf", root=Path("m"), config=config, tokenizer=TokenizerFiles(kind="tokenizer_json")
     )
@@ -144,13 +147,114 @@ def test_a_checkpoint_that_is_stored_quantized_stays_so(
 def test_experts_with_orders_of_their_own_are_not_multiplied_together() -> None:
     ordered = GPTQ | {"desc_act": True}
     gpu: dict[str, Any] = {"machine": GPU, "device": "cuda"}
-    found = resolved(**gpu, quantized=ordered, experts=8)
+    dense, sparse = tiny_config("llama"), tiny_config("mixtral")
+    found = resolved(**gpu, quantized=ordered, model=sparse)
     assert (found.kernels, found.quantization) == ("cpu", "gptq")
     assert "since triton can't be used: experts whose inputs have orders of their own" in found.sources["kernels"]
     with pytest.raises(ConfigError, match=r"engine\.kernels triton can't be used here: experts .*desc_act"):
-        resolved(**gpu, quantized=ordered, experts=8, kernels="triton")
-    for quantized, experts in ((ordered, None), (GPTQ, 8), (ordered | {"group_size": -1}, 8), (None, 8)):
-        assert resolved(**gpu, quantized=quantized, experts=experts).kernels == "triton"
+        resolved(**gpu, quantized=ordered, model=sparse, kernels="triton")
+    for quantized, model in ((ordered, dense), (GPTQ, sparse), (ordered | {"group_size": -1}, sparse), (None, sparse)):
+        assert resolved(**gpu, quantized=quantized, model=model).kernels == "triton"
+
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # DeepSeek's
+EIGHT = {"quantization": "int8"}
+INT8_CACHE = {"kv_cache_dtype": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "options", "says"),
+    [
+        ("llama", {"head_dim": 264}, {}, "heads have 264 dimensions, and at most 256 .*head_dim in the model's config"),
+        (
+            "qwen3",
+            {"head_dim": 26},
+            INT8_CACHE,
+            "heads have 26 dimensions, and with a KV cache in int8 only multiples of 4",
+        ),
+        ("mistral", {"hidden_size": 16_388}, {}, "rows have 16,388 numbers, and at most 16,384 can be .hidden_size"),
+        (
+            "llama",
+            {"num_attention_heads": 130, "head_dim": 128},
+            EIGHT,
+            r"rows have 16,640 numbers, .* \(num_attention_heads times head_dim in the model's config\)",
+        ),
+        (
+            "deepseek-v2",
+            LATENT | {"kv_lora_rank": 384},
+            {},
+            "latents have 384 numbers, and only powers of two from 16 to 512",
+        ),
+        ("deepseek-v2", LATENT | {"kv_lora_rank": 1024}, {}, "latents have 1024 numbers, .*kv_lora_rank"),
+        (
+            "deepseek-v3",
+            LATENT | {"qk_rope_head_dim": 96},
+            {},
+            "rotated parts of keys have 96 numbers, .*from 16 to 256",
+        ),
+        (
+            "deepseek-v3",
+            LATENT | {"qk_rope_head_dim": 8},
+            {},
+            "rotated parts of keys have 8 numbers, .*qk_rope_head_dim",
+        ),
+        ("deepseek-v3", LATENT | {"q_lora_rank": 20_000}, {}, "rows have 20,000 numbers, .*q_lora_rank"),
+        (
+            "deepseek-v3",
+            LATENT | {"v_head_dim": 8192},
+            {"quantization": "fp8"},
+            "rows have 32,768 numbers, .*num_attention_heads times v_head_dim",
+        ),
+    ],
+)
+def test_sizes_that_triton_has_no_kernels_for(
+    family: str, sizes: dict[str, Any], options: dict[str, Any], says: str
+) -> None:
+    """Told from the config. Left to choose, plain torch runs such a model, and that is said; what is just within
+    the limits runs on Triton's kernels (the interpreter as well)."""
+    model = tiny_config(family, num_key_value_heads=None, **sizes)
+    for machine, where in ((H200, {"device": "cuda"}), (INTERPRETER, {"dtype": "float32"})):
+        with pytest.raises(ConfigError, match=rf"engine\.kernels triton can't be used here: {says}.*; leave .* to cpu"):
+            resolved(machine, model=model, kernels="triton", **where, **options)
+    if options != {"quantization": "fp8"}:  # which torch has not
+        found = resolved(H200, model=model, device="cuda", **options)
+        assert found.kernels == "cpu" and found.degraded is not None
+        assert re.search(f"Triton's kernels can't run this model: {says}", found.degraded)
+        assert re.search(f"since triton can't be used: {says}", found.sources["kernels"])
+    if options:
+        assert resolved(H200, model=model, device="cuda", kernels="triton").kernels == "triton"
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "options"),
+    [
+        ("llama", {"head_dim": 256}, INT8_CACHE),
+        ("qwen3", {"head_dim": 26}, {}),
+        ("mistral", {"hidden_size": 16_384}, {}),
+        ("llama", {"num_attention_heads": 128, "head_dim": 128}, EIGHT),
+        ("deepseek-v2", LATENT | {"qk_rope_head_dim": 256}, {}),
+        ("deepseek-v3", LATENT | {"num_attention_heads": 128, "v_head_dim": 128, "q_lora_rank": 1536}, EIGHT),
+    ],
+)
+def test_the_largest_sizes_that_triton_has_kernels_for(
+    family: str, sizes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    found = resolved(H200, model=tiny_config(family, num_key_value_heads=None, **sizes), device="cuda", **options)
+    assert found.kernels == "triton" and found.degraded is None
+
+
+def test_experts_whose_scales_are_of_blocks_that_gate_and_up_would_share() -> None:
+    model, gpu = tiny_config("mixtral", intermediate_size=192), {"quantized": FP8, "device": "cuda"}
+    with pytest.raises(
+        ConfigError, match=r"triton .*: an expert's gate and up can't be one product: their 192 outputs"
+    ):
+        resolved(H200, model=model, kernels="triton", **gpu)
+    assert resolved(H200, model=model, **gpu).kernels == "cpu"
+    for fitting in (tiny_config("mixtral", intermediate_size=256), tiny_config("llama", intermediate_size=192)):
+        assert resolved(H200, model=fitting, **gpu).kernels == "triton"
+    by_channel = {"quant_method": "fp8"}
+    assert resolved(H200, model=model, quantized=by_channel, device="cuda").kernels == "triton"
+    assert stored_quantization.BLOCK == fp8.BLOCK
 
 
 def test_what_weights_take() -> None:

@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from batchinfer_kernels import kv8
-from batchinfer_kernels.triton.attention import FP8, INT8, MAX_HEAD_DIM, PLAIN, TilePlan, format_of, scale_arguments
+from batchinfer_kernels.triton.attention import FP8, INT8, PLAIN, TilePlan, format_of, scale_arguments
 from batchinfer_kernels.triton.variants import Variant
+from batchinfer_kernels.triton_outlook import unfit_heads
 from batchinfer_kernels.tuning import CAPABILITIES, Config, config
 from batchinfer_kernels.turning import Turning
 
@@ -277,8 +278,8 @@ def store(
         assert table is None or (table.is_contiguous() and table.dtype == torch.float32 and len(table) == tokens)
     for weight in (at.q_weight, at.k_weight):
         assert weight is None or (weight.dtype == q.dtype and weight.shape == (head_dim,))
-    assert 2 * half <= head_dim <= MAX_HEAD_DIM
     cache_format = format_of(k_cache.dtype)
+    assert 2 * half <= head_dim and unfit_heads(head_dim, int8_cache=cache_format == INT8) is None
     writes_q = half > 0 or at.q_weight is not None or cache_format == INT8
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if writes_q else q.contiguous()
     launch: dict[str, Any] = fitting(

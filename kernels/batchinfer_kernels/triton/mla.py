@@ -27,6 +27,7 @@ from batchinfer_kernels.triton.attention import (
 )
 from batchinfer_kernels.triton.kv_store import is_finite, prepared
 from batchinfer_kernels.triton.variants import Variant
+from batchinfer_kernels.triton_outlook import MOST_LATENT, MOST_ROTATED, unfit_latents
 from batchinfer_kernels.tuning import CAPABILITIES, Config, config
 from batchinfer_kernels.turning import Turning
 
@@ -46,11 +47,6 @@ STORE_DEFAULTS = {capability: {"BLOCK_T": 4, "num_warps": 4, "num_stages": 1} fo
 def launch_config(device: torch.device) -> Config:
     """Its BLOCK_M // H, or 1, is how many queries a tile may have."""
     return config(KIND, DEFAULTS, device)
-
-
-def takes(rank: int, turned: int) -> bool:
-    """Whether there can be attention to latents of so many numbers with so many rotated ones."""
-    return all(n >= 16 and n == triton.next_power_of_2(n) for n in (rank, turned))
 
 
 @triton.jit(do_not_specialize=["table_width"])  # which differs from step to step
@@ -138,7 +134,7 @@ def attend(
     width = q.shape[2]
     assert q.is_contiguous() and cache.is_contiguous() and out.is_contiguous() and q.dtype == cache.dtype
     assert q.shape[:2] == out.shape[:2] and cache.shape[2] == width
-    assert takes(rank, width - rank)
+    assert unfit_latents(rank, width - rank) is None
     check_partial(plan, partial, log_sums, heads, rank)
     launch: dict[str, Any] = dict(launch_config(q.device))
     for tiles in plan.groups:
@@ -227,7 +223,7 @@ def store(latents: Tensor, rotated: Tensor, cache: Tensor, plan: TilePlan, turni
     at = turning or Turning()
     assert latents.stride(1) == rotated.stride(1) == 1 and latents.dtype == rotated.dtype
     assert cache.is_contiguous() and cache.shape[2] == rank + turned and len(plan.slots) == tokens == len(rotated)
-    assert all(n == triton.next_power_of_2(n) for n in (rank, turned))
+    assert unfit_latents(rank, turned) is None
     assert at.k_weight is None or (at.k_weight.dtype == latents.dtype and at.k_weight.shape == (rank,))
     for table in (at.cos, at.sin):
         assert table is None or (table.is_contiguous() and table.shape == (tokens, turned // 2))
@@ -260,9 +256,10 @@ def store(latents: Tensor, rotated: Tensor, cache: Tensor, plan: TilePlan, turni
 
 def variants() -> Iterator[Variant]:
     ints = ("start", "count", "chunk", "begin", "end", "members", "positions", "entries", "tables")
-    for heads in (128, 16):
+    # DeepSeek-V3's, V2-Lite's, and the largest that are taken.
+    for heads, turned in ((128, 64), (16, 64), (128, MOST_ROTATED)):
         yield Variant(
-            name=f"latent_attention.{heads}",
+            name=f"latent_attention.{heads}" + ".widest" * (turned == MOST_ROTATED),
             kernel=_latent_attention,
             signature={
                 **dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr"), "*bf16"),
@@ -273,15 +270,15 @@ def variants() -> Iterator[Variant]:
             },
             constants={
                 "HEADS": heads,
-                "RANK": 512,
-                "TURNED": 64,
+                "RANK": MOST_LATENT,
+                "TURNED": turned,
                 "SLOTS": 16,
                 "SPLIT": 256,
                 "ROW_BLOCKS": 4 if heads == 128 else 1,
             },
             configs=DEFAULTS,
             unaligned=frozenset({"table_width"}),
-            is_default=heads == 128,
+            is_default=heads == 128 and turned == 64,
             is_product=True,
             has_few_rows=True,
         )

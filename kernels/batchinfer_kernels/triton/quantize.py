@@ -17,11 +17,11 @@ from batchinfer_kernels.activation_formats import FORMATS
 from batchinfer_kernels.activation_formats import GROUP as _GROUP
 from batchinfer_kernels.activation_formats import LEAST as _LEAST
 from batchinfer_kernels.triton.variants import Variant
+from batchinfer_kernels.triton_outlook import unfit_width
 from batchinfer_kernels.tuning import CAPABILITIES, Config, config
 
 GROUP = tl.constexpr(_GROUP)
 LEAST = tl.constexpr(_LEAST)
-MOST_WIDTH = 16_384
 DEFAULTS = {capability: {"num_warps": 8, "num_stages": 1} for capability in CAPABILITIES}
 # Of rows whose block is larger than what 8 warps hold in registers.
 WIDE_DEFAULTS = {capability: {"num_warps": 16, "num_stages": 1} for capability in CAPABILITIES}
@@ -99,7 +99,7 @@ def _quantize(
 
 
 def quantize(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """`activation_formats.quantize` of x [..., H], contiguous, H up to MOST_WIDTH."""
+    """`activation_formats.quantize` of x [..., H], contiguous, H up to `triton_outlook.MOST_WIDTH`."""
     assert x.is_contiguous()
     codes, scales = new_quantized(x.shape, name, x.device)
     width = x.shape[-1]
@@ -119,7 +119,7 @@ def new_quantized(shape: torch.Size, name: str, device: torch.device) -> tuple[T
 
 def row_block(kernel: str, width: int, device: torch.device) -> tuple[int, Config]:
     """(the block that holds a whole row, launch configuration). It follows from the width alone."""
-    assert width <= MOST_WIDTH
+    assert unfit_width(width) is None
     block = max(triton.next_power_of_2(width), _GROUP)
     wide = block >= WIDE_BLOCK
     return block, config(f"{kernel}.wide" if wide else kernel, WIDE_DEFAULTS if wide else DEFAULTS, device)

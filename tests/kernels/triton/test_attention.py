@@ -16,6 +16,7 @@ from torch import Tensor
 from batchinfer.attention.backend import TiledAttention
 from batchinfer.attention.context import DenseContext
 from batchinfer.attention.spec import AttentionSpec
+from batchinfer.errors import ConfigError
 from tests.kernels.triton.accuracy import check_close
 from tests.kernels.triton.device import DEVICE, HOST, ON_GPU, WIDE, least_ulps, on_gpu
 from tests.kernels.triton.paged import BLOCK, SPLIT, Paged, batch_of, normal, spec_of
@@ -91,6 +92,21 @@ def test_coarse_caches(kv_dtype: torch.dtype, head_dim: int, dtype: torch.dtype)
     error = (found - DenseContext([paged.spec], 19).attend(0, q, k, v)).abs()
     most = 0.3 if kv_dtype == torch.float8_e4m3fn else 0.05
     assert error.max() < (most + 0.05 if dtype == torch.bfloat16 else most)
+
+
+def test_int8_codes_in_blocks_of_an_odd_size() -> None:
+    """Their scales stand behind them, at addresses of float32."""
+    paged = Paged(spec_of(20), 13, kv_dtype=torch.int8, block_size=5, split_size=15)
+    check_against_reference(paged, WIDE, [18, 1], ulps=8.0)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "what"),
+    [(264, WIDE, "264 dimensions"), (18, torch.int8, "18 dimensions, and with a KV cache")],
+)
+def test_heads_that_tiles_can_not_have_are_refused(head_dim: int, kv_dtype: torch.dtype, what: str) -> None:
+    with pytest.raises(ConfigError, match=rf"kernels triton can't be used here: heads have {what}.*; use .* cpu"):
+        Paged(spec_of(head_dim), 1, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("split_size", [4, 80])

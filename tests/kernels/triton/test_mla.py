@@ -186,8 +186,14 @@ def test_the_store_leaves_out_tokens_without_a_slot() -> None:
 
 
 def test_sizes_that_tiles_can_not_have_are_refused() -> None:
-    for rank, turned in ((48, 16), (32, 8)):
-        with pytest.raises(ConfigError, match=f"latents have {rank} numbers and rotated parts {turned}"):
+    for rank, turned, what in (
+        (48, 16, "latents have 48"),
+        (8, 16, "latents have 8"),
+        (1024, 16, "latents have 1024"),
+        (32, 8, "rotated parts of keys have 8"),
+        (32, 512, "rotated parts of keys have 512"),
+    ):
+        with pytest.raises(ConfigError, match=rf"kernels triton can't be used here: {what} numbers, .*; use .* cpu"):
             Latents(4, rank=rank, turned=turned)
 
 
