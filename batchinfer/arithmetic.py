@@ -18,6 +18,7 @@ from batchinfer.errors import ConfigError, ModelError
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.modelfiles.deepseek_config import DeepseekConfig, is_latent
 from batchinfer.modelfiles.experts_config import ExpertsConfig
+from batchinfer.modelfiles.stored_experts import are_plain, differing_experts
 from batchinfer.modelfiles.stored_quantization import BLOCK, StoredQuantization, stored_quantization
 from batchinfer.modelfiles.supported import read_config
 
@@ -287,11 +288,15 @@ def _unfit_model(files: ModelFiles, *, eight_bits: bool, int8_cache: bool) -> st
     if unfit is not None:
         return f"{unfit} ({keys} in the model's config)"
     experts = next((experts for experts in config.experts if experts is not None), None)
-    return None if stored is None or experts is None else _unfit_experts(stored, experts)
+    if stored is None or experts is None or are_plain(files.tensors, stored):
+        return None
+    return _unfit_experts(files, stored, experts)
 
 
-def _unfit_experts(stored: StoredQuantization, experts: ExpertsConfig) -> str | None:
+def _unfit_experts(files: ModelFiles, stored: StoredQuantization, experts: ExpertsConfig) -> str | None:
     """Why such experts of a checkpoint can't be multiplied together; None where they can."""
+    if (difference := differing_experts(files.tensors, stored)) is not None:
+        return f"experts are stored in different ways, and can't be multiplied together: {difference}"
     if stored.act_order and stored.group != -1:
         return (
             "experts whose inputs have orders of their own (desc_act in quantization_config) can't be multiplied "

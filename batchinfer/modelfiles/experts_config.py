@@ -13,6 +13,9 @@ from batchinfer.errors import ModelError
 from batchinfer.modelfiles.config_fields import flag, whole
 
 MOST_EXPERTS = 4096
+# What the parts of a gated MLP are called in checkpoints of Hugging Face's form, and those of Mixtral's experts.
+PROJECTIONS: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MIXTRAL_PROJECTIONS: Mapping[str, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.errors import ModelError
+from batchinfer.modelfiles.files import StoredTensor
 
 GROUPS = (32, 64, 128, -1)
 BLOCK = 128
@@ -22,6 +23,15 @@ MARKS: Mapping[str, frozenset[str]] = {
     "awq": frozenset({"qweight", "qzeros"}),
     "fp8": frozenset({"weight_scale", "weight_scale_inv"}),
     "w8a8": frozenset({"weight_scale"}),
+}
+
+
+# The tensor that holds a layer's quantized weights, by the last part of its name, and that tensor's type.
+WEIGHTS: Mapping[str, tuple[str, str]] = {
+    "gptq": ("qweight", "I32"),
+    "awq": ("qweight", "I32"),
+    "fp8": ("weight", "F8_E4M3"),
+    "w8a8": ("weight", "I8"),
 }
 
 
@@ -39,6 +49,11 @@ class StoredQuantization:
     act_order: bool = False
     zero_offset: int = 0
     blocks: bool = False
+
+    def quantizes(self, kinds: Mapping[str, StoredTensor]) -> bool:
+        """Whether a layer whose tensors these are, by the last parts of their names, is stored quantized."""
+        name, dtype = WEIGHTS[self.scheme]
+        return name in kinds and kinds[name].dtype == dtype
 
     def splits(self, parts: Sequence[int]) -> bool:
         """Whether layers of so many output features can't stand side by side as one: a block of weights with one

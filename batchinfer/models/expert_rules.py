@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from batchinfer.modelfiles.experts_config import PROJECTIONS
 from batchinfer.weights import Rule
-
-PROJECTIONS: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def expert_rules(

@@ -25,6 +25,7 @@ from batchinfer.attention.context import ForwardContext
 from batchinfer.attention.spec import AttentionSpec
 from batchinfer.layers import GatedMLP, LayerMaker, Rope, SparseMLP
 from batchinfer.modelfiles import ModelFiles
+from batchinfer.modelfiles.experts_config import MIXTRAL_PROJECTIONS
 from batchinfer.modelfiles.llama_config import LlamaConfig
 from batchinfer.models.base import BuildOptions, ModelFacts
 from batchinfer.models.expert_rules import expert_rules, mlp_rules
@@ -224,9 +225,7 @@ HF_RULES: tuple[Rule, ...] = (
     Rule(stored=_HF_LAYER + "self_attn.{p}_norm.weight", parameter=_OUR_LAYER + "attn.{p}_norm.weight"),
     *mlp_rules(_HF_LAYER + "mlp.", _OUR_LAYER + "mlp."),
 )
-MIXTRAL_RULES = expert_rules(
-    _HF_LAYER + "block_sparse_moe.", _OUR_LAYER + "mlp.", names={"gate": "w1", "up": "w3", "down": "w2"}
-)
+MIXTRAL_RULES = expert_rules(_HF_LAYER + "block_sparse_moe.", _OUR_LAYER + "mlp.", names=MIXTRAL_PROJECTIONS)
 QWEN_MOE_RULES = expert_rules(_HF_LAYER + "mlp.", _OUR_LAYER + "mlp.", shared="shared_expert")
 HF_IGNORES: tuple[Ignore, ...] = (
     Ignore(stored=_HF_LAYER + "self_attn.rotary_emb.inv_freq", reason="computed from the config"),

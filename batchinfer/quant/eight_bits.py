@@ -20,8 +20,8 @@ from batchinfer_kernels.table import Ops
 from torch import Tensor
 
 from batchinfer.errors import ConfigError, ModelError
-from batchinfer.modelfiles.stored_quantization import StoredQuantization
-from batchinfer.quant.packed import Apart, Dequantized, PackedWeights, quantized_parts
+from batchinfer.modelfiles.stored_quantization import WEIGHTS, StoredQuantization
+from batchinfer.quant.packed import Apart, Dequantized, PackedWeights
 from batchinfer.quant.shape import Basis, LinearShape
 from batchinfer.quant.unquantized import Unquantized
 from batchinfer.weights import RowSink
@@ -33,15 +33,14 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 
 
 class EightBits(ABC):
-    """A scheme. `form`: of weights, a name in `activation_formats`; stored_type: theirs in files."""
+    """A scheme. `form`: of weights, a name in `activation_formats`."""
 
     name: str
     form: str
-    stored_type: str
 
     def __init__(self, stored: StoredQuantization | None) -> None:
         self._stored = stored
-        self.stored_types: frozenset[str] = frozenset() if stored is None else frozenset({self.stored_type})
+        self.stored_types: frozenset[str] = frozenset() if stored is None else frozenset({WEIGHTS[self.name][1]})
 
     @abstractmethod
     def product(self, formats: FormatOps) -> EightBitLinear | Fp8Linear: ...
@@ -53,7 +52,7 @@ class EightBits(ABC):
     def weights(self, shape: LinearShape, basis: Basis, shared: Tensor | None = None) -> LinearWeights:
         quantized = [shape.num_sensitive < shape.out_features]
         if self._stored is not None:
-            quantized = quantized_parts(shape.stored, "weight", self.stored_type)
+            quantized = [self._stored.quantizes(kinds) for kinds in shape.stored.values()]
         if shared is not None or not any(quantized):
             return Unquantized().weights(shape, basis, shared)
         blocks = self._stored is not None and self._stored.blocks

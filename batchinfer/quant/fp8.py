@@ -9,7 +9,7 @@ from batchinfer.quant.eight_bits import EightBits
 
 
 class Fp8(EightBits):
-    name, form, stored_type = "fp8", "fp8", "F8_E4M3"
+    name, form = "fp8", "fp8"
 
     def product(self, formats: FormatOps) -> Fp8Linear:
         return formats.linear_fp8

@@ -4,7 +4,7 @@ checkpoint into a layer, also into a layer of plain ones; layers whose parts can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -108,8 +108,3 @@ def side_by_side(
     biases = [None] * len(sizes) if bias is None else bias.split_with_sizes(list(sizes))
     y = torch.cat([product(part, None) for product, part in zip(products, biases, strict=True)], dim=1)
     return y if residual is None else residual.add_(y)
-
-
-def quantized_parts(stored: Mapping[str, Mapping[str, Any]], kind: str, dtype: str) -> list[bool]:
-    """Of each part, whether it is stored quantized: as a tensor `kind` of a stored type."""
-    return [kind in kinds and kinds[kind].dtype == dtype for kinds in stored.values()]

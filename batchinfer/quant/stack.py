@@ -23,6 +23,8 @@ from batchinfer.quant.scheme import LinearWeights
 from batchinfer.quant.unquantized import PlainWeights
 from batchinfer.quant.w4 import W4Weights
 
+_MEND = "use engine.kernels cpu, which multiplies them one by one"
+
 
 class Stack:
     """Weights [E, N, K] of `size` layers. `name`: theirs in the model, for messages."""
@@ -32,10 +34,20 @@ class Stack:
         self._lock = threading.Lock()  # layers are filled by several threads
         self._tensors: dict[str, Tensor] = {}
         self._packed: Packed | None = None  # of 4 bits
+        self._kind: type[LinearWeights] | None = None  # of all of them
         self._filled: dict[int, LinearWeights] = {}
 
     def hold(self, index: int, made: LinearWeights) -> LinearWeights:
-        """What is filled in the place of `made`, which is not yet: where nothing is repacked, that is in the stack."""
+        """What is filled in the place of `made`, which is not yet: where nothing is repacked, that is in the stack.
+        Raises ModelError where layers of their kinds can't be multiplied together."""
+        if not isinstance(made, (PlainWeights, EightBitWeights, W4Weights)):
+            raise ModelError(f"{self._name}: gate and up of an expert can't be one product; {_MEND}")
+        if self._kind is None:
+            self._kind = type(made)
+        if type(made) is not self._kind:
+            raise ModelError(
+                f"{self._name}: experts are stored in different ways, and can't be multiplied together; {_MEND}"
+            )
         if not isinstance(made, PlainWeights):
             return made
         weight = made.params["weight"]
@@ -44,13 +56,9 @@ class Stack:
         return PlainWeights(self._ops, self._tensors["weight"][index])
 
     def put(self, index: int, filled: LinearWeights) -> None:
-        """Layer `index`, which is filled now. Raises ModelError where layers can't be multiplied together."""
+        """Layer `index`, which is filled now. Raises ModelError where what was read can't be multiplied together."""
         with self._lock:
             self._filled[index] = filled
-            if not isinstance(filled, (PlainWeights, EightBitWeights, W4Weights)):
-                raise ModelError(f"{self._name}: gate and up of an expert can't be one product, which is not supported")
-            if type(filled) is not type(next(iter(self._filled.values()))):
-                raise ModelError(f"{self._name}: experts are stored in different ways, which is not supported")
             if isinstance(filled, EightBitWeights):
                 filled.move(self._moved(index, filled.params))
             if isinstance(filled, W4Weights):
@@ -63,21 +71,19 @@ class Stack:
             if of_all is None:
                 of_all = self._tensors[name] = tensor.new_empty(self._size, *tensor.shape)
             if of_all.shape[1:] != tensor.shape:
-                raise ModelError(f"{self._name}: experts differ in how many scales they have, which is not supported")
+                raise ModelError(f"{self._name}: experts differ in how many scales they have; {_MEND}")
             views[name] = of_all[index].copy_(tensor)
         return views
 
     def _moved_packed(self, index: int, one: Packed) -> Packed:
         if one.order is not None:
-            raise ModelError(
-                f"{self._name}: experts with activation order can't be multiplied together; use engine.kernels cpu"
-            )
+            raise ModelError(f"{self._name}: experts with activation order can't be multiplied together; {_MEND}")
         of_all = self._packed
         if of_all is None:
             codes, scales = (x.new_empty(self._size, *x.shape) for x in (one.codes, one.scales))
             of_all = replace(one, codes=codes, scales=scales, zeros=None)
         if (of_all.group, of_all.codes.shape[1:]) != (one.group, one.codes.shape):
-            raise ModelError(f"{self._name}: experts differ in their groups, which is not supported")
+            raise ModelError(f"{self._name}: experts differ in their groups; {_MEND}")
         if one.zeros is not None and of_all.zeros is None:  # those before had none, which stands for this
             zeros = torch.full_like(of_all.scales, w4.MIDDLE, dtype=torch.uint8)
             of_all = replace(of_all, zeros=zeros)

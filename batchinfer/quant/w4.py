@@ -18,8 +18,8 @@ from batchinfer_kernels.w4 import Packed
 from torch import Tensor
 
 from batchinfer.errors import ModelError
-from batchinfer.modelfiles.stored_quantization import StoredQuantization
-from batchinfer.quant.packed import Apart, Dequantized, PackedWeights, quantized_parts, side_by_side
+from batchinfer.modelfiles.stored_quantization import WEIGHTS, StoredQuantization
+from batchinfer.quant.packed import Apart, Dequantized, PackedWeights, side_by_side
 from batchinfer.quant.shape import Basis, LinearShape
 from batchinfer.quant.unquantized import Unquantized
 
@@ -32,14 +32,13 @@ _CODES_IN_WORD = 8
 class W4:
     """`name` is gptq or awq."""
 
-    stored_types = frozenset({"I32"})
-
     def __init__(self, stored: StoredQuantization) -> None:
         self.name = stored.scheme
+        self.stored_types = frozenset({WEIGHTS[stored.scheme][1]})
         self._stored = stored
 
     def weights(self, shape: LinearShape, basis: Basis, shared: Tensor | None = None) -> LinearWeights:
-        quantized = quantized_parts(shape.stored, "qweight", "I32")
+        quantized = [self._stored.quantizes(kinds) for kinds in shape.stored.values()]
         if shared is not None or not any(quantized):
             return Unquantized().weights(shape, basis, shared)
         if not all(quantized):
@@ -62,7 +61,7 @@ class W4Weights(PackedWeights):
     def one(self, name: str) -> Packed:
         """All of it. Raises ModelError, with the layer's name, where parts have other orders of their inputs."""
         if len(self._packed) > 1:
-            raise ModelError(f"{name}: gate and up of an expert can't be one product, which is not supported")
+            raise ModelError(f"{name}: gate and up of an expert can't be one product; use engine.kernels cpu")
         return self._packed[0]
 
     def move(self, packed: Packed) -> None:

@@ -9,7 +9,7 @@ from batchinfer.quant.eight_bits import EightBits
 
 
 class W8A8(EightBits):
-    name, form, stored_type = "w8a8", "int8", "I8"
+    name, form = "w8a8", "int8"
 
     def product(self, formats: FormatOps) -> EightBitLinear:
         return formats.linear_int8

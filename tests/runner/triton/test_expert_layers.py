@@ -17,9 +17,10 @@ from torch import Tensor
 
 from batchinfer.errors import ModelError
 from batchinfer.layers import SparseMLP
-from batchinfer.modelfiles import open_model
+from batchinfer.modelfiles import StoredTensor, open_model
 from batchinfer.models import load_model
 from batchinfer.testing.tiny_quantized import quantize_folder
+from batchinfer.weights.loading import TensorReader
 from tests.kernels.triton.conftest import float8_to_nearest  # noqa: F401 (a fixture of every test here)
 from tests.kernels.triton.device import DEVICE, ON_GPU
 
@@ -128,19 +129,38 @@ def test_an_order_of_inputs_that_each_expert_has_of_its_own_is_refused(tiny_fold
     load(folder, "cpu", "gptq")
 
 
-def test_experts_that_are_stored_in_different_ways_are_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of tensors, as they are read from here on."""
+    found: list[str] = []
+    read_into = TensorReader.read_into
+
+    def counting(self: TensorReader, buffer: Any, stored: StoredTensor, offset: int) -> None:
+        found.append(stored.name)
+        read_into(self, buffer, stored, offset)
+
+    monkeypatch.setattr(TensorReader, "read_into", counting)
+    return found
+
+
+def test_experts_that_are_stored_in_different_ways_are_refused_before_any_is_read(
+    tiny_folder: TinyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(tiny_folder("mixtral", **SMALL), tmp_path / "model")
     at = "model.layers.0.block_sparse_moe.experts.2"
+    read = count_reads(monkeypatch)
     for names, message in (
-        ([f"{at}.w1", f"{at}.w2", f"{at}.w3"], "different ways"),
-        ([f"{at}.w1"], "can't be one product"),
+        ([f"{at}.w1", f"{at}.w2", f"{at}.w3"], "different ways, .*; use engine.kernels cpu"),
+        ([f"{at}.w1"], "can't be one product; use engine.kernels cpu"),
     ):
         folder = tmp_path / str(len(names))
         shutil.copytree(tmp_path / "model", folder)
         quantize_folder(folder, "awq", leave=lambda layer, names=names: layer in names)
         with pytest.raises(ModelError, match=message):
             load(folder, "triton", "awq")
+        assert not read
         load(folder, "reference", "awq")
+        assert read
+        read.clear()
 
 
 def test_a_layer_that_is_stored_plain_stays_plain(tiny_folder: TinyFolder, tmp_path: Path) -> None:
