@@ -22,9 +22,10 @@ _MULTIPLE = 64
 
 
 class Router(nn.Module):
-    """Which experts a token takes, and their weights. Its weight is of the model's dtype in every scheme.
+    """Which experts a token takes, and their weights. Its weight is never quantized.
 
-    weight  [>= E, H]: a row for each expert, then the shared expert's gate where there is one, then zeros
+    weight  [>= E, H]: a row for each expert, then the shared expert's gate where there is one, then zeros; of the
+            model's dtype, or float32 for logits that are multiplied in it where kernels take that
     bias    float32 [E] of `correction_bias`; zeros without
     """
 
@@ -32,15 +33,21 @@ class Router(nn.Module):
         super().__init__()
         self.config, self.ops = config, make.ops
         rows = -(-(config.num_experts + config.shared_gate) // _MULTIPLE) * _MULTIPLE
-        self.weight = _parameter(torch.zeros(rows, hidden_size, dtype=make.dtype, device=make.device))
+        is_wide = config.wide_logits and make.ops.experts.wide_weights
+        dtype = torch.float32 if is_wide else make.dtype
+        self.weight = _parameter(torch.zeros(rows, hidden_size, dtype=dtype, device=make.device))
         self.bias = _parameter(torch.zeros(config.num_experts, device=make.device))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """(weights float32 [T, k], ids int32 [T, k], the shared expert's weight float32 [T, 1] where it has a gate) of
         x [T, H]."""
         config, table = self.config, self.ops.experts
-        every = self.ops.logits(x, self.weight)
-        logits = every[:, : config.num_experts].contiguous()
+        multiply = table.logits if config.wide_logits else self.ops.logits
+        every = multiply(x, self.weight)
+        logits = every[:, : config.num_experts]
+        if not config.wide_logits:
+            logits = logits.to(x.dtype)  # what they are already, or are rounded to
+        logits = logits.contiguous()
         shared = None
         if config.shared_gate:
             shared = experts.sigmoid(every[:, config.num_experts : config.num_experts + 1])

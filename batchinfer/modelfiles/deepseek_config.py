@@ -71,8 +71,11 @@ class DeepseekConfig:
         for experts in dict.fromkeys(experts for experts in self.experts if experts is not None):
             for inner in filter(None, (experts.intermediate_size, experts.shared_size)):
                 shapes += [(2 * inner, hidden), (hidden, inner)]
-            shapes.append((64, hidden))  # of routers
         return shapes
+
+    def router_shapes(self) -> list[tuple[int, int]]:
+        """[N, K] of weights that are multiplied in float32; of N what decides how they are."""
+        return [(64, self.hidden_size)] if any(self.experts) else []
 
     @classmethod
     def from_config(cls, architecture: str, config: Mapping[str, Any]) -> DeepseekConfig:
@@ -188,6 +191,7 @@ def _experts(architecture: str, config: Mapping[str, Any], num_layers: int) -> t
         num_experts=whole(config, "n_routed_experts", most=MOST_EXPERTS),
         top_k=whole(config, "num_experts_per_tok", most=MOST_EXPERTS),
         intermediate_size=inner,
+        wide_logits=True,
         scoring=scoring,
         correction_bias=is_v3,
         renormalize=renormalize,

@@ -23,6 +23,8 @@ class ExpertsConfig:
     """Gated MLPs of which each token takes the `top_k` that its router scores highest.
 
     intermediate_size   of each expert
+    wide_logits         logits are float32, of what is multiplied in float32; else of the model's dtype, as a product
+                        of it gives them. Experts are chosen by them: each family's own program decides it
     scoring             weights of experts are their share of a softmax over all of them, or each logit's sigmoid
     correction_bias     sigmoid: a bias that is stored counts in choosing, and not in weights (DeepSeek-V3)
     renormalize         weights of those chosen are made to add up to 1
@@ -37,6 +39,7 @@ class ExpertsConfig:
     num_experts: int
     top_k: int
     intermediate_size: int
+    wide_logits: bool = False
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     correction_bias: bool = False
     renormalize: bool = True

@@ -309,7 +309,14 @@ def _probe(files: ModelFiles, config: EngineConfig, device: torch.device, dtype:
     if is_latent(files.config):
         at = DeepseekConfig.from_config(architecture_of(files.config), files.config)
         return _find_rule(
-            at.product_shapes(), config, device, dtype, head_dim=at.row_size, num_heads=at.num_heads, num_kv_heads=1
+            at.product_shapes(),
+            config,
+            device,
+            dtype,
+            wide=at.router_shapes(),
+            head_dim=at.row_size,
+            num_heads=at.num_heads,
+            num_kv_heads=1,
         )
 
     def size(key: str, default: int) -> int:
@@ -337,6 +344,7 @@ def _find_rule(
     head_dim: int,
     num_heads: int,
     num_kv_heads: int,
+    wide: list[tuple[int, int]] | None = None,
 ) -> RowFacts:
     tiles = partial(
         product_tiles,
@@ -346,7 +354,9 @@ def _find_rule(
         split_size=config.split_size,
         block_size=config.block_size,
     )
-    return find_row_rule(shapes, attention=lambda rule: tiles(rule=rule), dtype=dtype, device=str(device))
+    return find_row_rule(
+        shapes, wide=wide or (), attention=lambda rule: tiles(rule=rule), dtype=dtype, device=str(device)
+    )
 
 
 def _row_rule(found: RowFacts, facts: dict[str, Fact]) -> RowRule:

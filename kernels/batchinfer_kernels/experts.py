@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from batchinfer_kernels import head
 from batchinfer_kernels.w4 import Packed
 
 # Of a sum of weights that could be zero.
@@ -115,11 +116,15 @@ class GroupedOps:
 class ExpertOps:
     """One implementation.
 
+    logits    float32 [T, E] of x [T, H] and weight [E, H], multiplied in float32: `head.logits`
+    wide_weights   whether it takes a weight in float32 whatever x is; else one of x's type
     softmax_top_k, sigmoid_top_k   routers
     grouped   products of all experts at once; None where those go one by one
     mix       `mix`; None where `grouped` is there
     """
 
+    logits: Callable[[Tensor, Tensor], Tensor]
+    wide_weights: bool
     softmax_top_k: SoftmaxTopK
     sigmoid_top_k: SigmoidTopK
     grouped: GroupedOps | None = None
@@ -271,4 +276,6 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-REFERENCE = ExpertOps(softmax_top_k=softmax_top_k, sigmoid_top_k=sigmoid_top_k, mix=mix)
+REFERENCE = ExpertOps(
+    logits=head.logits, wide_weights=True, softmax_top_k=softmax_top_k, sigmoid_top_k=sigmoid_top_k, mix=mix
+)

@@ -85,6 +85,7 @@ class AttentionTiles:
 def find_row_rule(
     shapes: Iterable[tuple[int, int]],
     *,
+    wide: Iterable[tuple[int, int]] = (),
     attention: Callable[[RowRule], AttentionTiles] | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -92,6 +93,7 @@ def find_row_rule(
     """The first of RULES under which rows are equal for all tried row and thread counts.
 
     shapes     of weights [N, K]
+    wide       of weights that are multiplied in float32 whatever dtype is
     attention  the tiles that attention makes under a rule, whose products are tried as well
     The thread count of the process is left as it was.
     """
@@ -99,10 +101,11 @@ def find_row_rule(
     threads = tuple(sorted({1, threads_now}))
     generator = torch.Generator().manual_seed(0)
     cases = []
-    for outputs, inputs in dict.fromkeys(shapes):
+    tried = dict.fromkeys([(*shape, dtype) for shape in shapes] + [(*shape, torch.float32) for shape in wide])
+    for outputs, inputs, of_type in tried:
         outputs = max(1, min(outputs, _MAX_OUTPUTS, _MAX_MACS // (inputs * _MOST_ROWS)))
-        weight = torch.rand(outputs, inputs, generator=generator).sub_(0.5).to(device, dtype)
-        x = torch.rand(_MOST_ROWS, inputs, generator=generator).sub_(0.5).to(device, dtype)
+        weight = torch.rand(outputs, inputs, generator=generator).sub_(0.5).to(device, of_type)
+        x = torch.rand(_MOST_ROWS, inputs, generator=generator).sub_(0.5).to(device, of_type)
         cases.append((x, weight))
     try:
         for rule in RULES:

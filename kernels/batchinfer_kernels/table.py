@@ -132,5 +132,5 @@ def resolve(
         latent=mla.make_latent_ops(rows),
         int8=NativeInt8() if backend == "native" else ReferenceInt8(rows),
         decoder=NativeDecoder if backend == "native" else None,
-        experts=cpu.EXPERTS,
+        experts=cpu.make_expert_ops(rows),
     )

@@ -80,6 +80,19 @@ def test_probe_takes_the_first_rule_that_holds_and_leaves_the_threads(monkeypatc
     assert torch.get_num_threads() == before
 
 
+def test_a_rule_holds_for_what_is_multiplied_in_float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A BLAS whose rows depend on the number of rows in float32 alone, but for multiples of 16."""
+
+    def other_in_float32(x, weight, bias, rule):  # type: ignore[no-untyped-def]
+        rows = rule.padded(x.shape[0])
+        return x[:, :8] + (1e-3 * rows if x.dtype == torch.float32 and rows % 16 else 0)
+
+    monkeypatch.setattr(probe, "product", other_in_float32)
+    for wide, expected in (([], RULES[0]), ([(8, 16)], RowRule(min_rows=16, multiple=16))):
+        facts = find_row_rule([(8, 16)], wide=wide, dtype=torch.bfloat16)
+        assert facts.holds and facts.rule == expected
+
+
 def test_probe_says_when_no_rule_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = iter(range(100_000))
     monkeypatch.setattr(probe, "product", lambda x, weight, bias, rule: x[:, :8] + next(noise))

@@ -93,7 +93,9 @@ def test_v2_lite() -> None:
     assert (found.q_rank, found.rank, found.row_size, found.pairs) == (None, 512, 576, True)
     assert found.scale == pytest.approx(192**-0.5 * (1 + 0.0707 * 3.6888794541) ** 2)
     assert found.rope.max_position_embeddings == 163840
-    experts = ExpertsConfig(num_experts=64, top_k=6, intermediate_size=1408, renormalize=False, shared_size=2816)
+    experts = ExpertsConfig(
+        num_experts=64, top_k=6, intermediate_size=1408, wide_logits=True, renormalize=False, shared_size=2816
+    )
     assert found.experts == (None, *[experts] * 26)
 
 
@@ -105,6 +107,7 @@ def test_v3() -> None:
         num_experts=256,
         top_k=8,
         intermediate_size=2048,
+        wide_logits=True,
         scoring="sigmoid",
         correction_bias=True,
         scale=2.5,
@@ -114,6 +117,7 @@ def test_v3() -> None:
     )
     assert found.experts == (None, None, None, *[experts] * 58)
     assert (24576, 1536) in found.product_shapes() and (2112, 7168) in found.product_shapes()
+    assert found.router_shapes() == [(64, 7168)]
 
 
 def test_groups_count_only_where_the_method_says_so() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -179,6 +179,21 @@ def test_products_of_all_experts_are_measured(make_runner: MakeRunner, monkeypat
     monkeypatch.setattr(load, "find_row_rule", find)
     make_runner("qwen2-moe", quantization="none")
     assert {(2 * inner, 64) for inner in (160, 80, 48)} | {(64, inner) for inner in (160, 80, 48)} <= set(tried)
+
+
+@pytest.mark.parametrize(("family", "expected"), [("deepseek-v3", [(64, 64)]), ("qwen2-moe", [])])
+def test_routers_that_multiply_in_float32_are_measured_in_it(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch, family: str, expected: list[tuple[int, int]]
+) -> None:
+    tried: list[tuple[int, int]] = []
+
+    def find(shapes: list[tuple[int, int]], *, wide: Iterable[tuple[int, int]], **options: Any) -> RowFacts:
+        tried.extend(wide)
+        return find_row_rule(shapes, wide=wide, **options)
+
+    monkeypatch.setattr(load, "find_row_rule", find)
+    make_runner(family, dtype="bfloat16", quantization="none")
+    assert tried == expected
 
 
 @needs_native

@@ -50,6 +50,8 @@ def make_ops(device: torch.device, *, deterministic: bool) -> Ops:
         int8=ReferenceInt8(STRICT),
         decoder=None,
         experts=ExpertOps(
+            logits=lm_head.logits,
+            wide_weights=False,
             softmax_top_k=routing.softmax_top_k,
             sigmoid_top_k=routing.sigmoid_top_k,
             grouped=GroupedOps(

@@ -344,12 +344,13 @@ def _width(num_experts: int) -> int:
 
 def variants() -> Iterator[Variant]:
     chosen = {"weight_ptr": "*fp32", "id_ptr": "*i32"}
+    # Logits of Qwen3's routers (and Mixtral's) are of the model's type, those of DeepSeek-V2's float32.
     for num_experts, top, groups in ((128, 8, 0), (32, 4, 0), (160, 6, 3)):
         yield Variant(
             name=f"softmax_top_k.{num_experts}" + ".groups" * (groups > 0),
             kernel=_softmax_top_k,
             signature={
-                "logits_ptr": "*fp32",
+                "logits_ptr": "*fp32" if groups else "*bf16",
                 **chosen,
                 "num_groups": "i32",
                 "size": "i32",

@@ -6,19 +6,24 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from batchinfer_kernels.experts import sigmoid_top_k, softmax_top_k
 from batchinfer_kernels.table import resolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batchinfer.errors import ModelError
-from batchinfer.layers import SparseMLP
+from batchinfer.layers import LayerMaker, SparseMLP
+from batchinfer.layers.experts import Router
 from batchinfer.modelfiles import StoredTensor, open_model
+from batchinfer.modelfiles.experts_config import ExpertsConfig
 from batchinfer.models import load_model
+from batchinfer.quant import resolve_scheme
 from batchinfer.testing.tiny_quantized import quantize_folder
 from batchinfer.weights.loading import TensorReader
 from tests.kernels.triton.conftest import float8_to_nearest  # noqa: F401 (a fixture of every test here)
@@ -120,6 +125,35 @@ def test_a_row_is_the_same_whatever_shares_its_experts(loaded: Loaded, case: str
     found = layer.forward(sick, residual.clone())
     others = [i for i in range(20) if i != 4]
     assert found[4].isnan().all() and torch.equal(found[others], together[others])
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_routers_round_their_logits_as_the_reference_does(scoring: Literal["softmax", "sigmoid"], wide: bool) -> None:
+    """In float16 (the interpreter's products of bfloat16 are wrong), where rounded ones choose other experts."""
+    config = ExpertsConfig(num_experts=64, top_k=6, intermediate_size=48, scoring=scoring, wide_logits=wide)
+    generator = torch.Generator().manual_seed(7)
+    weight, x = (torch.randn(n, 64, generator=generator) for n in (64, 60))
+    weight /= 128
+    weight[:, 0] = x[:, 0] = 2.0  # logits are close to 4, where float16 is coarse and sigmoids are not yet 1
+    weight, x = weight.half(), x.half()
+    found = {}
+    for kernels, device in (("triton", DEVICE), ("reference", torch.device("cpu"))):
+        ops = resolve(kernels, device)
+        make = LayerMaker(ops=ops, scheme=resolve_scheme("none", {}), dtype=torch.float16, device=device)
+        router = Router(config, 64, make)
+        router.target(("weight", "")).copy_(weight)
+        assert router.weight.dtype == (torch.float32 if wide and kernels == "reference" else torch.float16)
+        weights, ids, _ = router.forward(x.to(device))
+        found[kernels] = weights.cpu(), ids.cpu()
+    same = (found["triton"][1] == found["reference"][1]).all(-1)
+    assert same.sum() >= 57  # a sum may be rounded to the other side
+    torch.testing.assert_close(found["triton"][0][same], found["reference"][0][same], rtol=2e-3, atol=1e-6)
+    rounded = (x.float() @ weight.float().T).half()
+    choose = softmax_top_k if scoring == "softmax" else partial(sigmoid_top_k, bias=torch.zeros(64))
+    _, ids = choose(rounded, k=6, renormalize=True)
+    differing = int((ids != found["triton"][1]).any(-1).sum())
+    assert differing >= 15 if wide else differing <= 3
 
 
 def test_an_order_of_inputs_that_each_expert_has_of_its_own_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
