@@ -20,8 +20,10 @@ class ModelShape:
     """Counts are of the whole model.
 
     layer_weights        matrices of the layers that every token is multiplied with: attention, gated layers, routers
+    plain_weights        of layer_weights what no quantization is for: routers, and the up-projection of latents, whose
+                         absorbed form queries are multiplied with the other way round
     expert_weights       of one expert in one layer; there are num_experts in each of expert_layers
-    layer_outputs, expert_outputs   their outputs: where weights are quantized, each may have a scale
+    layer_outputs, expert_outputs   outputs of what may be quantized: each may have a scale then
     head_weights         of the LM head
     embedding_weights    of the table of embeddings; 0 where that is the head
     norm_weights         of the norms
@@ -33,6 +35,7 @@ class ModelShape:
 
     layer_weights: int
     head_weights: int
+    plain_weights: int = 0
     layer_outputs: int = 0
     expert_outputs: int = 0
     embedding_weights: int = 0
@@ -69,12 +72,14 @@ class ModelShape:
         outputs = (heads + 2 * kv_heads) * head_dim + hidden
         kv_values, kv_rows = 2 * kv_heads * head_dim, 2 * kv_heads
         decoding = prefill = 2 * heads * head_dim
+        up = 0  # from latents
         if rank := count("kv_lora_rank"):
             nope, rope, value = count("qk_nope_head_dim"), count("qk_rope_head_dim"), count("v_head_dim")
             query, query_rank = heads * (nope + rope), count("q_lora_rank")
             attention = query_rank * (hidden + query) if query_rank else hidden * query
-            attention += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
-            outputs = query_rank + query + rank + rope + heads * (nope + value) + hidden
+            up = rank * heads * (nope + value)
+            attention += hidden * (rank + rope) + up + heads * value * hidden
+            outputs = query_rank + query + rank + rope + hidden
             kv_values, kv_rows = rank + rope, 1
             decoding, prefill = heads * (2 * rank + rope), heads * (nope + rope + value)
         dense = _dense_layers(config, layers) if experts else layers
@@ -84,6 +89,7 @@ class ModelShape:
             layer_weights=layers * attention
             + dense * 3 * hidden * inner
             + (layers - dense) * (hidden * experts + 3 * hidden * shared),
+            plain_weights=layers * up + (layers - dense) * hidden * experts,
             layer_outputs=layers * outputs
             + dense * (2 * inner + hidden)
             + (layers - dense) * (2 * shared + hidden if shared else 0),

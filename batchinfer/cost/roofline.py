@@ -44,7 +44,8 @@ WEIGHTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """operations are those of layers' products, other_operations those of attention and head."""
+    """operations are those of products with weights that can be quantized, other_operations all others: of attention,
+    the head and what of the layers always stays plain."""
 
     num_bytes: float
     operations: float
@@ -67,11 +68,12 @@ class CostModel:
         return 4 if self.weights == "float32" else 2
 
     def _held_bytes(self, weights: float, outputs: float) -> float:
-        """Of weights of the layers with so many outputs, and their scales."""
+        """Of weights of the layers, those that stay plain among them, and of the scales of so many outputs."""
         held = WEIGHTS[self.weights]
+        quantized = weights - self.shape.plain_weights
         grouped = self.group and held.group_bits
-        scales = held.group_bits / 8 * weights / self.group if grouped else held.output_bytes * outputs
-        return held.bits / 8 * weights + scales
+        scales = held.group_bits / 8 * quantized / self.group if grouped else held.output_bytes * outputs
+        return held.bits / 8 * quantized + scales + self._plain_bytes * self.shape.plain_weights
 
     def _read_bytes(self, tokens: float) -> float:
         """Of all weights that a step of so many tokens reads; embeddings are a few rows."""
@@ -106,8 +108,8 @@ class CostModel:
         own, seen = shape.seen_tokens(context), shape.seen_tokens(context + shared)
         return Work(
             num_bytes=self._read_bytes(batch) + self.kv_bytes_per_token * (batch * (own + 1) + shared),
-            operations=2 * batch * shape.active_weights,
-            other_operations=2 * batch * (shape.head_weights + shape.attention_products * seen),
+            operations=2 * batch * (shape.active_weights - shape.plain_weights),
+            other_operations=2 * batch * (shape.plain_weights + shape.head_weights + shape.attention_products * seen),
         )
 
     def prefill(self, tokens: float, rows: int, shared: float = 0.0) -> Work:
@@ -118,8 +120,9 @@ class CostModel:
         seen = shape.seen_tokens(shared + tokens / rows / 2)
         return Work(
             num_bytes=math.ceil(tokens / STEP_TOKENS) * a_step + tokens * self.kv_bytes_per_token,
-            operations=2 * tokens * shape.active_weights,
-            other_operations=2 * (rows * shape.head_weights + tokens * shape.prefill_attention_products * seen),
+            operations=2 * tokens * (shape.active_weights - shape.plain_weights),
+            other_operations=2
+            * (rows * shape.head_weights + tokens * (shape.plain_weights + shape.prefill_attention_products * seen)),
         )
 
     def balanced_batch(self, context: float = 0.0) -> int | None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from batchinfer_kernels.table import resolve
 
 from batchinfer.cost import JobTokens, ModelShape, find_device, parse_device, predict
 from batchinfer.cost.devices import DEVICES
 from batchinfer.cost.roofline import CostModel
 from batchinfer.errors import ConfigError
+from batchinfer.layers import SparseMLP
+from batchinfer.modelfiles import open_model
 from batchinfer.modelfiles.llama_config import LlamaConfig
-from batchinfer.testing.tiny import tensor_draws, tiny_config
+from batchinfer.models import load_model
+from batchinfer.testing.tiny import make_tiny, tensor_draws, tiny_config
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -167,9 +173,48 @@ def test_scales_are_read_with_the_weights_that_they_are_of() -> None:
     shape = shape_of(QWEN3_30B_A3B)
     assert shape.expert_outputs == 2 * 768 + 2048
     one = 48 * (32 * 128 + 2 * 4 * 128 + 2048 + 8 * shape.expert_outputs)
-    assert read("int8", 1) == pytest.approx(read("bfloat16", 1) - shape.active_weights + 4 * one)
+    quantized = shape.active_weights - 48 * 2048 * 128  # but routers
+    assert read("int8", 1) == pytest.approx(read("bfloat16", 1) - quantized + 4 * one)
     least = read("int4", 64, 128) - read("int4", 64) + 2 * shape.touched_outputs(64)
-    assert least == pytest.approx(24 / 8 / 128 * shape.touched_weights(64))
+    assert least == pytest.approx(24 / 8 / 128 * (shape.touched_weights(64) - shape.plain_weights))
+
+
+@pytest.mark.parametrize(("quantization", "weights"), [("none", "bfloat16"), ("w8a8", "int8"), ("fp8", "fp8")])
+@pytest.mark.parametrize("family", ["llama", "smollm", "mixtral", "qwen2-moe", "deepseek-v2", "deepseek-v3"])
+def test_bytes_are_those_that_the_engine_keeps(tmp_path: Path, family: str, quantization: str, weights: str) -> None:
+    """But for biases, norms of latents and what fills up routers, which the cost leaves out, and that routers may be in
+    float32."""
+    folder = make_tiny(tmp_path / "model", family, dtype=torch.bfloat16)
+    files = open_model(str(folder))
+    model: Any = load_model(files, ops=resolve("reference"), dtype="bfloat16", quantization=quantization)
+    kept = model.num_parameter_bytes() - sum(
+        parameter.numel() * parameter.element_size()
+        for name, parameter in model.named_parameters()
+        if name.endswith((".bias", ".q_norm.weight", ".kv_norm.weight", ".router.weight"))
+    )
+    routers = 0
+    for layer in model.layers:
+        if isinstance(layer.mlp, SparseMLP):
+            routers += 64 * layer.mlp.config.num_experts
+    assert cost(shape_of(dict(files.config)), weights=weights).weight_bytes == kept + 2 * routers
+
+
+def test_what_stays_plain_is_read_and_multiplied_as_such() -> None:
+    """Of DeepSeek-V3's layers, in FP8: the up-projection of latents and the routers."""
+    shape = shape_of(DEEPSEEK_V3)
+    up, router = 512 * 128 * (128 + 128), 7168 * 256
+    assert shape.plain_weights == 61 * up + 58 * router
+    in_fp8, plain = cost(shape, weights="fp8", group=128 * 128), cost(shape)
+    for work, other in (
+        (in_fp8.decode_step(4, 0), plain.decode_step(4, 0)),
+        (in_fp8.prefill(4 * 100, 4), plain.prefill(4 * 100, 4)),
+    ):
+        assert (work.operations, work.other_operations) == (other.operations, other.other_operations)
+    step = in_fp8.decode_step(4, 0)
+    assert step.operations == 2 * 4 * (shape.active_weights - shape.plain_weights)
+    assert step.other_operations == 2 * 4 * (shape.plain_weights + shape.head_weights)
+    saved = plain.decode_step(4, 0).num_bytes - step.num_bytes
+    assert saved == pytest.approx((1 - 4 / 16384) * (shape.touched_weights(4) - shape.plain_weights))
 
 
 def test_a_decode_step_by_hand() -> None:
