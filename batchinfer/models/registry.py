@@ -20,7 +20,7 @@ from batchinfer.models import deepseek, llama
 from batchinfer.models.base import BuildOptions, CausalLM
 from batchinfer.models.dtype import resolve_dtype
 from batchinfer.quant import resolve_scheme
-from batchinfer.weights import load_weights
+from batchinfer.weights import Fill, fill_weights, load_weights
 
 # Whose every product is a linear layer's or the head's, and so the quantization scheme's; a router's is not.
 ALL_LINEAR = frozenset(name for name, variant in llama_config.ARCHITECTURES.items() if variant.experts is None)
@@ -41,11 +41,13 @@ def load_model(
     quantization: str = "none",
     max_model_len: int | None = None,
     num_threads: int | None = None,
+    fill: Fill | None = None,
 ) -> CausalLM:
     """Builds a model and fills it from its files.
 
     max_model_len   positions to prepare for; None is the model's own limit, more than that is refused
     num_threads     threads that read and dequantize; None is one per core
+    fill            gives the numbers of tensors that are in no file: see `weights.fill_weights`
     Raises ModelError (WeightError among them) or ConfigError, before anything large is allocated where it can.
     """
     if files.kind == "fake":
@@ -66,15 +68,18 @@ def load_model(
         model = ARCHITECTURES[architecture](architecture, files, options)
         assert isinstance(model, nn.Module)
         rules, ignores = model.weight_rules(files.kind)
-        load_weights(
-            model,
-            files.tensors,
-            rules,
-            ignores,
-            where=str(files.root),
-            num_threads=num_threads,
-            stored_types=scheme.stored_types,
-        )
+        if fill is not None:
+            fill_weights(model, files.tensors, rules, ignores, where=str(files.root), device=device, fill=fill)
+        else:
+            load_weights(
+                model,
+                files.tensors,
+                rules,
+                ignores,
+                where=str(files.root),
+                num_threads=num_threads,
+                stored_types=scheme.stored_types,
+            )
     except ModelError as error:
         if str(files.root) in str(error):
             raise

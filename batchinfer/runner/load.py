@@ -42,6 +42,7 @@ from batchinfer.runner.kv_memory import (
 )
 from batchinfer.runner.local import Fact, LocalRunner
 from batchinfer.runner.memory_profile import CudaMeter, MemoryMeter, largest_step, measure_spare
+from batchinfer.weights import Fill
 
 if TYPE_CHECKING:
     from batchinfer.runner.graphs import DecodeGraphs  # imports triton, which need not be there
@@ -58,10 +59,15 @@ _log = logging.getLogger(__name__)
 
 
 def load_runner(
-    files: ModelFiles, config: EngineConfig, *, max_model_len: int | None = None, meter: MemoryMeter | None = None
+    files: ModelFiles,
+    config: EngineConfig,
+    *,
+    max_model_len: int | None = None,
+    meter: MemoryMeter | None = None,
+    fill: Fill | None = None,
 ) -> LocalRunner:
-    """A runner with its model loaded. meter: of the device's memory; None: a GPU's own, if it is a GPU. Raises
-    ConfigError, ModelError or OutOfMemory."""
+    """A runner with its model loaded. meter: of the device's memory; None: a GPU's own, if it is a GPU. fill: see
+    `load_model`. Raises ConfigError, ModelError or OutOfMemory."""
     facts: dict[str, Fact] = {}
     device = _resolve_device(config.device)
     facts["device"] = Fact(str(device), "auto" if config.device == "auto" else "engine.device")
@@ -99,6 +105,7 @@ def load_runner(
         quantization=arithmetic.quantization,
         max_model_len=max_model_len,
         num_threads=threads,
+        fill=fill,
     )
     specs = model.attention_specs
     for name in ("dtype", "quantization", "kv_cache_dtype", "kernels"):

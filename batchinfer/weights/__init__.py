@@ -1,9 +1,10 @@
 """Checkpoints into parameters: explicit name rules, strict both ways (`rules`), and the copying (`loading`)."""
 
-from batchinfer.weights.loading import Loadable, RowSink, equal_values, load_weights
+from batchinfer.weights.loading import Fill, Loadable, RowSink, equal_values, fill_weights, load_weights
 from batchinfer.weights.rules import Ignore, Part, Rule, WeightError, stored_parts
 
 __all__ = [
+    "Fill",
     "Ignore",
     "Loadable",
     "Part",
@@ -11,6 +12,7 @@ __all__ = [
     "Rule",
     "WeightError",
     "equal_values",
+    "fill_weights",
     "load_weights",
     "stored_parts",
 ]

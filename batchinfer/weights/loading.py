@@ -1,4 +1,5 @@
-"""Fills a model's parameters from checkpoint files: read, dequantize, cast, copy; in pieces, on several threads.
+"""Fills a model's parameters from checkpoint files: read, dequantize, cast, copy; in pieces, on several threads. Or,
+of a model that no file holds, by whoever makes up its numbers (`fill_weights`).
 
 Responsible for: bounded memory (a few pieces of a tensor at a time beside the parameters), shape and type checks
 with names. Not for: which tensor goes where (`rules`), what the files hold (modelfiles), how a layer keeps its
@@ -10,7 +11,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,13 +32,17 @@ STORED_TYPES = {"I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4
 _TYPES = PLAIN_TYPES | STORED_TYPES
 # Elements handled at once: large enough that Python's share is nothing, small enough for the cache.
 PIECE_ELEMENTS = 1 << 18
+FILLED_ELEMENTS = 1 << 26  # at once, where numbers are made up
+
+# Writes numbers of a tensor into memory: all of them, or some of its rows.
+Fill = Callable[[StoredTensor, Tensor], None]
 
 
 class RowSink(Protocol):
     """Takes a part's rows as they are read, where they are not kept as they are stored. Called by several threads."""
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Rows start, start + 1, ... of the part, float32 on the CPU; they may be overwritten."""
+        """Rows start, start + 1, ... of the part, float32, on the CPU or where the layer is, to be overwritten."""
         ...
 
 
@@ -90,22 +96,8 @@ def load_weights(
 
     stored_types   of STORED_TYPES: what may be there beside floating-point types and those that are made such
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Loadable)}
-    owners: dict[Part, tuple[Loadable, Part, tuple[int, ...]]] = {}
-    for name, layer in layers.items():
-        for (parameter, part), shape in layer.parts().items():
-            owners[f"{name}.{parameter}", part] = (layer, (parameter, part), shape)
-    matched = match(tensors, owners, rules, ignores, where=where)
-    items = []
-    progress = _Progress()
-    for name, (model_part, rule) in matched.items():
-        layer, layer_part, shape = owners[model_part]
-        stored = tensors[name]
-        _check(stored, shape, stored_types)
-        if not shape:
-            stored = replace(stored, shape=(1,))
-        items.append(_Item(stored=stored, layer=layer, part=layer_part, rule=rule))
-        progress.parts_left[id(layer)] = progress.parts_left.get(id(layer), 0) + 1
+    items = _place(model, tensors, rules, ignores, where=where, stored_types=stored_types)
+    progress = _Progress(parts_left=Counter(id(item.layer) for item in items))
     workers = num_threads or min(8, len(os.sched_getaffinity(0)))
     with (
         TensorReader() as reader,
@@ -117,9 +109,74 @@ def load_weights(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    for layer in layers.values():
+    _end(model)
+
+
+def fill_weights(
+    model: nn.Module,
+    tensors: Mapping[str, StoredTensor],
+    rules: Sequence[Rule],
+    ignores: Sequence[Ignore] = (),
+    *,
+    where: str,
+    device: torch.device,
+    fill: Fill,
+) -> None:
+    """`load_weights` of plain tensors that are nowhere but in their names and shapes: `fill` gives their numbers, on
+    the model's device, one tensor after the other in the order of `tensors`."""
+    items = _place(model, tensors, rules, ignores, where=where, stored_types=())
+    left = Counter(id(item.layer) for item in items)
+    for item in items:
+        stored, target = item.stored, item.layer.target(item.part)
+        if isinstance(target, Tensor):
+            fill(stored, target)
+        else:
+            rows, width = stored.shape[0], math.prod(stored.shape[1:])
+            step = max(1, FILLED_ELEMENTS // width)
+            for start in range(0, rows, step):
+                piece = torch.empty(min(step, rows - start), *stored.shape[1:], device=device)
+                fill(stored, piece)
+                target.put(start, piece)
+        left[id(item.layer)] -= 1
+        if not left[id(item.layer)]:
+            item.layer.loaded()
+    _end(model)
+
+
+def _place(
+    model: nn.Module,
+    tensors: Mapping[str, StoredTensor],
+    rules: Sequence[Rule],
+    ignores: Sequence[Ignore],
+    *,
+    where: str,
+    stored_types: Collection[str],
+) -> list[_Item]:
+    """Where each tensor goes."""
+    owners: dict[Part, tuple[Loadable, Part, tuple[int, ...]]] = {}
+    for name, layer in _loadable(model):
+        for (parameter, part), shape in layer.parts().items():
+            owners[f"{name}.{parameter}", part] = (layer, (parameter, part), shape)
+    items = []
+    for name, (model_part, rule) in match(tensors, owners, rules, ignores, where=where).items():
+        layer, layer_part, shape = owners[model_part]
+        stored = tensors[name]
+        _check(stored, shape, stored_types)
+        if not shape:
+            stored = replace(stored, shape=(1,))
+        items.append(_Item(stored=stored, layer=layer, part=layer_part, rule=rule))
+    return items
+
+
+def _end(model: nn.Module) -> None:
+    """For layers that share others', which are there now."""
+    for _, layer in _loadable(model):
         if not layer.parts():
             layer.loaded()
+
+
+def _loadable(model: nn.Module) -> list[tuple[str, Loadable]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Loadable)]
 
 
 def _check(stored: StoredTensor, shape: tuple[int, ...], stored_types: Collection[str]) -> None:

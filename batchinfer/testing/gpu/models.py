@@ -1,7 +1,8 @@
 """Engines of models that no file holds: of a config, with random weights that are made where they lie.
 
-The loader is given what a checkpoint of that config stores, as zeros from /dev/zero; so everything but the numbers goes
-the way of a real model. Then parameters are filled on the device, from a seed.
+The loader is told what a checkpoint of that config stores, by names and shapes; so everything but the numbers goes the
+way of a real model. Those are drawn into the parameters on the device, from a seed: nothing is read, and the host holds
+none of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from batchinfer.config import EngineConfig
 from batchinfer.cost import ModelShape
@@ -20,22 +21,23 @@ from batchinfer.engine import Engine
 from batchinfer.modelfiles import ModelFiles, StoredTensor, TokenizerFiles
 from batchinfer.runner.load import load_runner
 from batchinfer.testing.tiny import tensor_draws
+from batchinfer.weights import Fill
 
-ZEROS = Path("/dev/zero")
+NO_FILE = Path("no file")
 
 
 def random_files(config: Mapping[str, Any]) -> ModelFiles:
-    """A model in bfloat16, whose weights are zeros."""
+    """What files of a model in bfloat16 would say, of which there are none."""
     tensors = {
         name: StoredTensor(
-            name=name, file=ZEROS, dtype="BF16", shape=draw.shape, offset=0, nbytes=2 * math.prod(draw.shape)
+            name=name, file=NO_FILE, dtype="BF16", shape=draw.shape, offset=0, nbytes=2 * math.prod(draw.shape)
         )
         for name, draw in tensor_draws(config).items()
     }
     return ModelFiles(
         name="random weights",
         kind="hf",
-        root=ZEROS,
+        root=NO_FILE,
         config=dict(config),
         tokenizer=TokenizerFiles(kind="fake"),
         tensors=tensors,
@@ -66,9 +68,7 @@ def random_engine(
         **options,
     }
     engine_config = EngineConfig(model=files.name, **settings)
-    runner = load_runner(files, engine_config)
-    assert isinstance(runner._model, nn.Module)
-    fill(runner._model, seed)
+    runner = load_runner(files, engine_config, fill=drawn(config, device, seed))
     return Engine(
         runner,
         max_model_len=runner.max_model_len,
@@ -82,6 +82,18 @@ def random_engine(
     )
 
 
+def drawn(config: Mapping[str, Any], device: torch.device, seed: int) -> Fill:
+    """Weights that keep hidden states of one size from layer to layer, and logits apart; the same for the same seed on
+    the same device."""
+    draws, generator = tensor_draws(config), torch.Generator(device).manual_seed(seed)
+
+    def fill(stored: StoredTensor, numbers: Tensor) -> None:
+        draw = draws[stored.name]
+        numbers.normal_(draw.mean, draw.std, generator=generator)
+
+    return fill
+
+
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """Of a config that says all of it."""
     shape = ModelShape.from_config(config)
@@ -91,18 +103,3 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-@torch.no_grad()
-def fill(model: nn.Module, seed: int) -> None:
-    """Weights that keep hidden states of one size from layer to layer, and logits apart; the same for the same seed on
-    the same device."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            is_norm = name.endswith("norm.weight")
-            parameter.normal_(float(is_norm), 0.1, generator=generator)
-        elif name in ("embed.weight", "lm_head.weight"):
-            parameter.normal_(0.0, 0.3, generator=generator)
-        else:
-            parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)
