@@ -116,13 +116,17 @@ class Maker:
         down = self.normal(at.num_experts, hidden, inner, std=inner**-0.5)
         size = experts_block("plain", self.device)
 
+        def chosen() -> tuple[Tensor, Tensor]:
+            logits = lm_head.logits(x, gate).to(x.dtype)
+            return routing.softmax_top_k(logits, at.top_k, renormalize=at.renormalize)
+
         def run() -> Tensor:
-            weights, ids = routing.softmax_top_k(lm_head.logits(x, gate), at.top_k, renormalize=at.renormalize)
+            weights, ids = chosen()
             aligned = routing.align(ids, at.num_experts, size)
             gated = activation(experts_linear(x, up, aligned), "silu")
             return combine(experts_linear(gated, down, aligned), weights, ids)
 
-        _, ids = routing.softmax_top_k(lm_head.logits(x, gate), at.top_k, renormalize=at.renormalize)
+        _, ids = chosen()
         busy = int(torch.bincount(ids.flatten()).count_nonzero()) / at.num_experts  # the others are not read
         num_bytes = busy * (up.nbytes + down.nbytes) + gate.nbytes + 2 * x.nbytes
         return Work(run=run, num_bytes=num_bytes, operations=6.0 * rows * at.top_k * hidden * inner)
