@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from batchinfer_kernels.int8 import GROUP, TURNED, ZERO, Int8Ops, QuantizedRows, ReferenceInt8
@@ -11,15 +13,32 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason=f"native kernels: {library.available()}")
 
-ROWS = (1, 2, 5, 6, 7, 13, 200)  # one, a part of a register block, whole ones, several row blocks
+ROWS = (
+    1,
+    2,
+    5,
+    6,
+    7,
+    13,
+    16,
+    31,
+    32,
+    49,
+    200,
+)  # one, parts of register blocks and of tiles, whole ones, several row blocks
 SHAPES = ((64, 32), (576, 960), (100, 50), (130, 257), (1, 1), (64, 33))  # inputs, outputs
 
 
-@pytest.fixture(scope="module")
-def native() -> Int8Ops:
+@pytest.fixture(params=["tiles", "registers"])
+def native(request: pytest.FixtureRequest) -> Iterator[Int8Ops]:
+    """With products in AMX's tiles, where this processor has them, and without."""
     from batchinfer_kernels.native.int8 import NativeInt8
 
-    return NativeInt8()
+    functions = library.load()
+    if functions.batchinfer_use_tiles(request.param == "tiles") != (request.param == "tiles"):
+        pytest.skip("no tiles here")
+    yield NativeInt8()
+    functions.batchinfer_use_tiles(1)
 
 
 @pytest.fixture(scope="module")
@@ -293,3 +312,25 @@ def test_a_row_has_the_same_bytes_in_any_batch(native: Int8Ops) -> None:
                 assert torch.equal(part.values, inner.values[some]) and torch.equal(part.scales, inner.scales[some])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("width", [64, 128, 576, 704])
+@pytest.mark.parametrize("rows", [*range(1, 34), 48, 63, 64, 100, 193])
+def test_tiles_give_the_bytes_that_registers_give(rows: int, width: int) -> None:
+    """Also where rows end within a tile, and groups within a row."""
+    from batchinfer_kernels.native.int8 import NativeInt8
+
+    functions, ops, found = library.load(), NativeInt8(), []
+    values, scales = weights(96, width)
+    packed, gated = ops.pack(values, scales, None), ops.pack_gated(values[:48], scales[:48], values[48:], scales[48:])
+    x = ops.quantize(activations(rows, width))
+    try:
+        for wanted in (True, False):
+            if functions.batchinfer_use_tiles(wanted) != wanted:
+                pytest.skip("no tiles here")
+            y = ops.gated(x, gated, None)
+            found.append((ops.linear(x, packed, None, None), y.values, y.scales))
+    finally:
+        functions.batchinfer_use_tiles(1)
+    for tiled, plain in zip(*found, strict=True):
+        assert torch.equal(tiled, plain)

@@ -8,12 +8,17 @@
 enum { PANELS_PER_GROUP = GROUP / 16, ITEMS = 16, LEAST_ROWS = 48 };
 
 /* How the rows of a product are handed out: `blocks` of `block` rows, whose activations stay in the second-level cache
- * while all panels pass by, in `pieces` of `piece` rows. All even, and multiples of ROWS, so that few tiles are not full. */
+ * while all panels pass by, in `pieces` of `piece` rows. All even, and multiples of the rows that are worked on
+ * at a time, which so are seldom fewer. */
 struct cut {
     long blocks, block, pieces, piece;
 };
 
-INLINE long even(long rows, long parts) { return (rows + parts * ROWS - 1) / (parts * ROWS) * ROWS; }
+INLINE long even(long rows, long parts)
+{
+    const long at_a_time = rows_at_a_time();
+    return (rows + parts * at_a_time - 1) / (parts * at_a_time) * at_a_time;
+}
 
 /* `columns`: how many pieces of work each row is in. Enough items are made for each thread to have ITEMS of them, where
  * rows allow it, so that all are done at about the same time. */
@@ -37,6 +42,7 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
     const long plain_panels = panels_of(w->num_plain), panels = plain_panels + panels_of(w->num_values);
     const long columns = w->num_values + w->num_plain;
     const struct cut cut = cut_rows(rows, panels);
+    begin_products();
     /* Plain panels come first: they take twice as long, and what is begun last should be short. */
 #pragma omp for collapse(3) schedule(dynamic, 1)
     for (long block = 0; block < cut.blocks; block++)
@@ -55,10 +61,11 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
                 const long stop = least(rows, least((block + 1) * cut.block, start + cut.piece));
                 if (start >= stop)
                     continue; /* the last block is shorter than others */
-                struct ahead ahead = next_panel(w, panel, tiles_of(stop - start));
-                for (long t = start; t < stop; t += ROWS) {
-                    const long here = least(ROWS, stop - t);
-                    __m512 sum[ROWS][2];
+                struct ahead ahead = next_panel(w, panel, stop - start);
+                const long step = is_plain ? ROWS : rows_at_a_time();
+                for (long t = start; t < stop; t += step) {
+                    const long here = least(step, stop - t);
+                    __m512 sum[MOST_ROWS][2];
                     for (long r = 0; r < here; r++) { /* another core may have had these last */
                         __builtin_prefetch(y + (t + r) * columns + first, 1);
                         __builtin_prefetch(y + (t + r) * columns + first + 16, 1);
@@ -77,6 +84,7 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
                         }
                 }
             }
+    end_products();
 }
 
 /* silu(x) = x / (1 + e^-x) */
@@ -91,6 +99,8 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
 {
     const long panels = w->num_values / PANEL, width = panels * 16, groups = groups_of(width);
     const struct cut cut = cut_rows(rows, groups);
+    const long step = rows_at_a_time();
+    begin_products();
 #pragma omp for collapse(3) schedule(dynamic, 1)
     for (long block = 0; block < cut.blocks; block++)
         for (long g = 0; g < groups; g++)
@@ -103,10 +113,10 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
                 const long first = g * PANELS_PER_GROUP, here = least(PANELS_PER_GROUP, panels - first);
                 for (long p = 0; p < here; p++) {
                     const long panel = first + p;
-                    struct ahead ahead = next_panel(w, panel, tiles_of(stop - start));
-                    for (long t = start; t < stop; t += ROWS) {
-                        const long tile = least(ROWS, stop - t);
-                        __m512 sum[ROWS][2];
+                    struct ahead ahead = next_panel(w, panel, stop - start);
+                    for (long t = start; t < stop; t += step) {
+                        const long tile = least(step, stop - t);
+                        __m512 sum[MOST_ROWS][2];
                         bytes_tile(tile, &ahead, x, t, w, panel, sum);
                         for (long r = 0; r < tile; r++) {
                             __m512 gate = sum[r][0], up = sum[r][1];
@@ -124,6 +134,7 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
                     store_group(values, y, t, g, width);
                 }
             }
+    end_products();
 }
 
 void batchinfer_int8_linear(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,

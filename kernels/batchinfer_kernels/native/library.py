@@ -62,6 +62,7 @@ def load() -> ctypes.CDLL:
         if _loaded is None:
             try:
                 _loaded = open_library()
+                _loaded.batchinfer_use_tiles(1)
             except NativeUnavailable as error:
                 _loaded = str(error)
                 _log.info("native kernels are not used: %s", error)

@@ -164,7 +164,7 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
                         const float *errors, int64_t *index, uint8_t *finite, void *scratch, int threads)
 {
     const long panels = panels_of(w->num_plain), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    const long halves = halves_of(w);
+    const long halves = halves_of(w), step = rows_at_a_time();
     float *all_ceilings = scratch, *all_floors = all_ceilings + rows * halves;
     struct spread *spreads = (struct spread *)(all_floors + threads * rows);
 #pragma omp parallel num_threads(threads)
@@ -177,16 +177,17 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
             for (long half = 0; half < halves; half += HALF)
                 _mm512_storeu_ps(all_ceilings + t * halves + half, _mm512_set1_ps(-INFINITY));
         }
+        begin_products();
 #pragma omp for collapse(2) schedule(dynamic, 4)
         for (long block = 0; block < blocks; block++)
             for (long panel = 0; panel < panels; panel++) {
                 float *floors = all_floors + omp_get_thread_num() * rows;
                 const long first = panel * PANEL, stop = least(rows, (block + 1) * ROW_BLOCK);
                 const __mmask16 there[2] = {lanes(first, w->num_plain), lanes(first + 16, w->num_plain)};
-                struct ahead ahead = next_panel(w, panel, tiles_of(stop - block * ROW_BLOCK));
-                for (long t = block * ROW_BLOCK; t < stop; t += ROWS) {
-                    const long here = least(ROWS, stop - t);
-                    __m512 sum[ROWS][2];
+                struct ahead ahead = next_panel(w, panel, stop - block * ROW_BLOCK);
+                for (long t = block * ROW_BLOCK; t < stop; t += step) {
+                    const long here = least(step, stop - t);
+                    __m512 sum[MOST_ROWS][2];
                     bytes_tile(here, &ahead, x, t, w, panel, sum);
                     for (long r = 0; r < here; r++) {
                         const __m512 error = _mm512_set1_ps(spreads[t + r].error);
@@ -208,6 +209,7 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
                     }
                 }
             }
+        end_products();
 #pragma omp for schedule(dynamic, 1)
         for (long t = 0; t < rows; t++) {
             const int is_finite = isfinite(spreads[t].error) && isfinite(spreads[t].length);
