@@ -6,8 +6,8 @@
  *              [length / 4][2][16][4]; the last group may be shorter
  *   bfloat16   [panels][width / 2][2][16][2]
  * Sums of bytes are exact. All else is one chain of operations for each output number, in the order of k, whatever
- * the number of rows: rows are worked on ROWS at a time only because that many sums fit in registers, or MOST_ROWS where
- * there are tiles. TURNED bytes of a half of a panel are a tile as they lie.
+ * the number of rows: rows are worked on ROWS at a time only because that many sums fit in registers, or MOST_ROWS, a
+ * tile's, where there are tiles. TURNED bytes of a half of a panel are a tile as they lie.
  */
 
 #ifndef BATCHINFER_PANELS_H
@@ -20,7 +20,7 @@
 #include "tiles.h"
 
 /* VECTOR: bytes of one number for each feature of a panel. */
-enum { ROWS = 6, MOST_ROWS = 2 * TILE_ROWS, PANEL = 32, ROW_BLOCK = 192, LEAST_TILED = 3, VECTOR = 4 * PANEL };
+enum { ROWS = 6, MOST_ROWS = TILE_ROWS, PANEL = 32, ROW_BLOCK = 192, LEAST_TILED = 3, VECTOR = 4 * PANEL };
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 
@@ -110,7 +110,7 @@ INLINE void multiply_bytes(const int rows, struct ahead *ahead, const struct qua
 }
 
 #ifdef __AMX_INT8__
-/* Tiles 0 to 3 are sums, of 16 rows and 16 features each, 4 and 5 activations, 6 and 7 weights. */
+/* Tiles 0 to 3 are sums, of 16 rows and 16 features each, 4 are activations, 5 and 6 weights. */
 INLINE void begin_products(void)
 {
     static const struct tile_shapes shapes = {
@@ -128,104 +128,104 @@ INLINE void end_products(void)
         _tile_release();
 }
 
-/* A group's sums of `rows` rows, a constant, go on: by rows, the two halves of a panel. */
-INLINE void scale_sums(const long rows, const int32_t whole[MOST_ROWS][PANEL], const char *begins, const float *scales,
-                       long groups, __m512 sum[MOST_ROWS][2])
-{
-    const __m512i begin0 = _mm512_loadu_si512(begins), begin1 = _mm512_loadu_si512(begins + 64);
-#pragma GCC unroll 2
-    for (long r = 0; r < rows; r++) {
-        const __m512 scale = _mm512_set1_ps(scales[r * groups]);
-        const __m512i whole0 = _mm512_add_epi32(_mm512_load_si512(whole[r]), begin0);
-        const __m512i whole1 = _mm512_add_epi32(_mm512_load_si512(whole[r] + 16), begin1);
-        sum[r][0] = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(whole0), sum[r][0]);
-        sum[r][1] = _mm512_fmadd_ps(scale, _mm512_cvtepi32_ps(whole1), sum[r][1]);
-    }
-}
+/* Where a group stands in its row: what it is added to, and whether the row's sums are then complete. */
+struct place {
+    int is_first, is_last;
+};
 
-/* A group's products, to `whole`: of 16 rows from `low` on, and 16 more from `high` on where they are `both`. */
-INLINE void multiply_group(const int both, const uint8_t *low, long low_stride, const uint8_t *high, long high_stride,
-                           const char *weights, long length, int32_t whole[MOST_ROWS][PANEL])
+/* A group's sums of `rows` rows go on; by rows, the two halves of a panel. `begins`: of the group, `features`: of the
+ * panel. */
+INLINE void scale_sums(const long rows, const struct place place, const int32_t whole[MOST_ROWS][PANEL],
+                       const char *begins, const float *scales, long groups, const char *features,
+                       __m512 sum[MOST_ROWS][2])
 {
-    _tile_zero(0);
-    _tile_zero(1);
-    if (both) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (long k = 0; k < length; k += TURNED, weights += TURNED * PANEL) {
-        _tile_loadd(4, low + k, low_stride);
-        _tile_loadd(6, weights, VECTOR);
-        _tile_dpbusd(0, 4, 6);
-        _tile_loadd(7, weights + 64, VECTOR);
-        _tile_dpbusd(1, 4, 7);
-        if (both) {
-            _tile_loadd(5, high + k, high_stride);
-            _tile_dpbusd(2, 5, 6);
-            _tile_dpbusd(3, 5, 7);
+    for (int half = 0; half < 2; half++) {
+        const __m512i begin = _mm512_loadu_si512(begins + 64 * half);
+        const __m512 last_scale = _mm512_loadu_ps(features + 64 * half);
+#pragma GCC unroll 16
+        for (long r = 0; r < rows; r++) {
+            const __m512 scale = _mm512_set1_ps(scales[r * groups]);
+            const __m512i exact = _mm512_add_epi32(_mm512_load_si512(whole[r] + 16 * half), begin);
+            const __m512 part = _mm512_cvtepi32_ps(exact);
+            __m512 next = place.is_first ? _mm512_mul_ps(scale, part) : _mm512_fmadd_ps(scale, part, sum[r][half]);
+            if (place.is_last)
+                next = _mm512_mul_ps(next, last_scale);
+            sum[r][half] = next;
         }
     }
-    _tile_stored(0, whole[0], VECTOR);
-    _tile_stored(1, whole[0] + 16, VECTOR);
-    if (both) {
-        _tile_stored(2, whole[TILE_ROWS], VECTOR);
-        _tile_stored(3, whole[TILE_ROWS] + 16, VECTOR);
-    }
 }
 
-/* The same as `multiply_bytes` for up to MOST_ROWS rows. */
+/* The same as `multiply_bytes` for up to MOST_ROWS rows. Of two groups one's products are made while the other's sums are
+ * scaled: that is why each has tiles of its own, and why a step is this short, which the processor can look ahead over. */
 static inline void multiply_tiles(long rows, struct ahead *ahead, const struct quantized *x, long t,
                                   const struct packed *w, long panel, __m512 result[MOST_ROWS][2])
 {
     const long width = w->width, groups = groups_of(width);
-    const int both = rows > TILE_ROWS;
     const uint8_t *values = x->values + t * width;
     const float *scales = x->scales + t * groups;
     const char *const features = w->bytes + panel * panel_bytes(width), *weights = features + VECTOR;
-    /* Of two groups: one's products are made while the other's are scaled. */
     int32_t whole[2][MOST_ROWS][PANEL] __attribute__((aligned(64)));
-    /* Rows that are not there are read of here, so that nothing is read behind the activations. */
-    uint8_t some[TILE_ROWS][GROUP] __attribute__((aligned(64)));
-    const long missing = rows % TILE_ROWS;
-    for (long r = 0; r < rows; r++)
-        result[r][0] = result[r][1] = _mm512_setzero_ps();
-    for (long g = 0; g <= groups; g++) {
-        if (g < groups) {
-            const long length = least(GROUP, width - g * GROUP);
-            const uint8_t *low = values + g * GROUP, *high = low + TILE_ROWS * width;
-            long low_stride = width, high_stride = width;
-            if (missing) {
-                const uint8_t *from = both ? high : low;
-                for (long r = 0; r < missing; r++)
-                    for (long k = 0; k < length; k += 64)
-                        _mm512_store_si512(some[r] + k, _mm512_loadu_si512(from + r * width + k));
-                WRITTEN();
-                if (both)
-                    high = some[0], high_stride = GROUP;
-                else
-                    low = some[0], low_stride = GROUP;
-            }
-            for (long i = 0; i < ahead->lines * 2; i++, ahead->at += 64)
-                _mm_prefetch(ahead->at, _MM_HINT_T1);
-            if (both)
-                multiply_group(1, low, low_stride, high, high_stride, weights + VECTOR, length, whole[g & 1]);
-            else
-                multiply_group(0, low, low_stride, high, high_stride, weights + VECTOR, length, whole[g & 1]);
+    /* Of fewer rows: nothing is read behind the activations. */
+    uint8_t some[MOST_ROWS][GROUP] __attribute__((aligned(64)));
+
+#define SCALE(g, is_first, is_last)                                                                                  \
+    do {                                                                                                             \
+        const char *const begins = features + VECTOR + (g) * (VECTOR + GROUP * PANEL);                               \
+        if (rows == MOST_ROWS)                                                                                       \
+            scale_sums(MOST_ROWS, (struct place){is_first, is_last}, whole[(g) & 1], begins, scales + (g), groups,   \
+                       features, result);                                                                            \
+        else                                                                                                         \
+            scale_sums(rows, (struct place){is_first, is_last}, whole[(g) & 1], begins, scales + (g), groups,        \
+                       features, result);                                                                            \
+    } while (0)
+/* Numbers of tiles are constants. */
+#define GROUP_STEP(left, right)                                                                                      \
+    do {                                                                                                             \
+        _tile_zero(left);                                                                                            \
+        _tile_zero(right);                                                                                           \
+        for (long k = 0; k < length; k += TURNED) {                                                                  \
+            _tile_loadd(4, from + k, stride);                                                                        \
+            _tile_loadd(5, weights + k * PANEL, VECTOR);                                                             \
+            _tile_dpbusd(left, 4, 5);                                                                                \
+            _tile_loadd(6, weights + k * PANEL + 64, VECTOR);                                                        \
+            _tile_dpbusd(right, 4, 6);                                                                               \
+        }                                                                                                            \
+        WRITTEN();                                                                                                   \
+        if (g == 1)                                                                                                  \
+            SCALE(g - 1, 1, 0);                                                                                      \
+        else if (g > 1)                                                                                              \
+            SCALE(g - 1, 0, 0);                                                                                      \
+        WRITTEN();                                                                                                   \
+        _tile_stored(left, whole[g & 1][0], VECTOR);                                                                 \
+        _tile_stored(right, whole[g & 1][0] + 16, VECTOR);                                                           \
+    } while (0)
+
+    for (long g = 0; g < groups; g++, values += GROUP, weights += GROUP * PANEL) {
+        const long length = least(GROUP, width - g * GROUP);
+        const uint8_t *from = values;
+        long stride = width;
+        weights += VECTOR;
+        if (rows < MOST_ROWS) {
+            for (long r = 0; r < rows; r++)
+                for (long k = 0; k < length; k += 64)
+                    _mm512_store_si512(some[r] + k, _mm512_loadu_si512(values + r * width + k));
+            WRITTEN();
+            from = some[0];
+            stride = GROUP;
         }
-        if (g > 0) {
-            const char *begins = weights - (VECTOR + GROUP * PANEL);
-            if (rows == MOST_ROWS)
-                scale_sums(MOST_ROWS, whole[~g & 1], begins, scales + g - 1, groups, result);
-            else
-                scale_sums(rows, whole[~g & 1], begins, scales + g - 1, groups, result);
-        }
-        weights += VECTOR + GROUP * PANEL;
+        for (long i = 0; i < ahead->lines * (length / TURNED); i++, ahead->at += 64)
+            _mm_prefetch(ahead->at, _MM_HINT_T1);
+        if (g & 1)
+            GROUP_STEP(2, 3);
+        else
+            GROUP_STEP(0, 1);
     }
-    const __m512 scale0 = _mm512_loadu_ps(features), scale1 = _mm512_loadu_ps(features + 64);
-    for (long r = 0; r < rows; r++) {
-        result[r][0] = _mm512_mul_ps(result[r][0], scale0);
-        result[r][1] = _mm512_mul_ps(result[r][1], scale1);
-    }
+    if (groups == 1)
+        SCALE(0, 1, 1);
+    else
+        SCALE(groups - 1, 0, 1);
+#undef GROUP_STEP
+#undef SCALE
 }
 #else
 INLINE void begin_products(void) {}
