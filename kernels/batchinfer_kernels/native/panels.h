@@ -20,7 +20,7 @@
 #include "tiles.h"
 
 /* VECTOR: bytes of one number for each feature of a panel. */
-enum { ROWS = 6, MOST_ROWS = TILE_ROWS, PANEL = 32, ROW_BLOCK = 192, LEAST_TILED = 3, VECTOR = 4 * PANEL };
+enum { ROWS = 6, MOST_ROWS = TILE_ROWS, PANEL = 32, ROW_BLOCK = 192, LEAST_TILED = 6, VECTOR = 4 * PANEL };
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
 
