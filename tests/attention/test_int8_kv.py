@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -52,7 +55,38 @@ class Paged:
         return self.backend.run(q, k, v, self.k_cache, self.v_cache, plan, spec=self.spec)
 
 
-both = pytest.mark.parametrize("kind", ["tiled", pytest.param("native", marks=needs_c)])
+@contextmanager
+def products_in(where: str) -> Iterator[None]:
+    """With AMX's tiles, or without; skips the test where there are none."""
+    functions, wanted = library.load(), where == "tiles"
+    try:
+        if functions.batchinfer_use_tiles(wanted) != wanted:
+            pytest.skip("no tiles here")
+        yield
+    finally:
+        functions.batchinfer_use_tiles(1)
+
+
+@pytest.fixture(params=["tiles", "registers"])
+def products(request: pytest.FixtureRequest) -> Iterator[None]:
+    with products_in(request.param):
+        yield
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "tiled":
+        yield "tiled"
+        return
+    with products_in(request.param.split()[1]):
+        yield "native"
+
+
+both = pytest.mark.parametrize(
+    "kind",
+    ["tiled", *(pytest.param(f"native {where}", marks=needs_c) for where in ("tiles", "registers"))],
+    indirect=True,
+)
 
 
 @pytest.mark.parametrize(("head_dim", "together"), [(64, 64), (48, 16), (80, 16), (96, 32), (4, 4)])
@@ -86,7 +120,7 @@ def test_codes_are_within_half_a_step_and_zeros_stay_zeros() -> None:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @needs_c
-def test_c_writes_the_rows_of_the_specification(head_dim: int) -> None:
+def test_c_writes_the_rows_of_the_specification(head_dim: int, products: None) -> None:
     paged, table = Paged(spec_of(head_dim), 4), [2, 0, 3]
     plain = torch.full((4, 2, BLOCK, kv_bytes(head_dim, torch.int8)), -1, dtype=torch.int8)
     rows_of = [plain, plain.clone()]
@@ -116,7 +150,7 @@ def test_c_writes_the_rows_of_the_specification(head_dim: int) -> None:
     ids=lambda s: f"{s.num_heads // 2} x {s.head_dim}{' window' if s.window else ''}{' softcap' if s.softcap else ''}",
 )
 @needs_c
-def test_c_gives_what_the_specification_says(spec: AttentionSpec) -> None:
+def test_c_gives_what_the_specification_says(spec: AttentionSpec, products: None) -> None:
     """But for weights that it rounds the other way, half a step apart. Over two splits."""
     length, dim = 300, spec.head_dim
     q, k, v = (normal(length, heads, dim, seed=i) for i, heads in enumerate((spec.num_heads, 2, 2)))
@@ -214,6 +248,56 @@ def test_a_block_takes_what_is_said_of_it() -> None:
     for kind in ("tiled", *(["native"] if library.available() is None else [])):
         for cache in backend_of(kind, spec_of(80)).new_caches(7):
             assert cache.nbytes == 7 * 2 * BLOCK * kv_bytes(80, torch.int8) == 7 * 2 * BLOCK * 84
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 80])
+@pytest.mark.parametrize("rows", range(1, 41))
+@needs_c
+def test_tiles_give_the_bytes_that_registers_give(rows: int, head_dim: int) -> None:
+    """Of chunks of all lengths, which end within a tile's rows and within blocks: over two splits, with windows that
+    begin within blocks, under a softcap; also of queries and keys that are not finite."""
+    found: dict[str, list[Tensor]] = {}
+    start = 240 + 3 * rows  # some chunks cross the end of a split, others lie behind it
+    table = torch.randperm(40, generator=torch.Generator().manual_seed(rows)).tolist()
+    for where in ("tiles", "registers"):
+        with products_in(where):
+            found[where] = []
+            for more in ({}, {"window": 37}, {"window": 270}, {"softcap": 3.0}):
+                spec = spec_of(head_dim, 1, **more)
+                paged = Paged(spec, 40)
+                for first, tokens in ((0, start), (start, rows)):
+                    q, k, v = (normal(tokens, 2, head_dim, seed=i) for i in range(3))
+                    k[tokens // 2] *= 50  # a weight that makes others' codes 0
+                    found[where].append(paged(3 * q, k, v, batch_of(first, tokens, table)))
+                k[0, 0, 3], q[rows // 2, 1, 1] = torch.nan, torch.inf
+                found[where].append(paged(q, k, v, batch_of(start, rows, table)))
+    for tiled, plain in zip(found["tiles"], found["registers"], strict=True):
+        assert torch.equal(tiled.view(torch.int32), plain.view(torch.int32))
+    assert found["tiles"][1].isfinite().all() and found["tiles"][2].isnan().any()
+
+
+@pytest.mark.parametrize("split", [16, 48, 256, 1024])
+@needs_c
+def test_tiles_give_the_bytes_that_registers_give_in_splits_of_any_size(split: int) -> None:
+    """Also to single queries of sequences that share splits."""
+    found = []
+    for where in ("tiles", "registers"):
+        with products_in(where):
+            backend = NativeAttention(spec_of(64), block_size=BLOCK, split_size=split, kv_dtype=torch.int8)
+            caches = [x.fill_(-1) for x in backend.new_caches(100)]
+            shared = [*range(70)]
+            tables = [[*shared, 70 + 3 * i, 71 + 3 * i, 72 + 3 * i] for i in range(9)]
+            for starts, lengths, own in (
+                ([0], [1120], tables[:1]),
+                ([1120] * 9, [5 * i + 1 for i in range(9)], tables),
+                ([1121 + 5 * i for i in range(9)], [1] * 9, tables),
+            ):
+                tokens = sum(lengths)
+                q, k, v = (normal(tokens, heads, 64, seed=i) for i, heads in enumerate((6, 2, 2)))
+                batch = StepBatch(starts=np.array(starts), lengths=np.array(lengths), block_tables=np.array(own))
+                found.append(backend.run(q, k, v, *caches, backend.plan(batch), spec=spec_of(64)))
+    for tiled, plain in zip(found[:3], found[3:], strict=True):
+        assert tiled.isfinite().all() and torch.equal(tiled, plain)
 
 
 @needs_c

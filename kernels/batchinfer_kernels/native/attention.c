@@ -2,7 +2,7 @@
  * attention_*.c hold what depends on the format of the cache.
  *
  * A tile is a list of queries and one split of the KV that they attend to. Its rows (a query and one of the heads that
- * share a KV head) are worked on ROWS at a time: scores, softmax and values of these stay in the first-level cache.
+ * share a KV head) are worked on some at a time: scores, softmax and values of these stay in the first-level cache.
  * Scores are in units of log 2, so that weights are powers of two.
  *
  * What a row gives for a split depends on nothing else, whatever the number of rows beside it: each score and each
@@ -52,13 +52,14 @@ static void prepare(const struct step *step, const struct layer *layer, int64_t 
     }
 }
 
-static void attend_work(const struct step *step, const struct layer *layer, const struct work *work)
+/* `at_a_time`: rows, as the format wants them. */
+static void attend_work(const struct step *step, const struct layer *layer, const struct work *work, int at_a_time)
 {
     const int64_t heads = step->num_heads, group = heads / step->num_kv_heads, dim = step->head_dim;
     const int64_t *members = step->members + step->tile_start[work->tile], count = step->tile_count[work->tile];
     const int64_t begin = work->split * step->split_size, end = begin + step->split_size;
     const struct format *format = formats[layer->format];
-    struct row rows[ROWS];
+    struct row rows[MOST_ROWS];
     int filled = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t token = members[i], position = step->positions[token], first = first_seen(step, position);
@@ -66,31 +67,24 @@ static void attend_work(const struct step *step, const struct layer *layer, cons
             continue; /* sees nothing of this split, while others of its tile do */
         if (layer->read && !layer->read[token])
             continue;
-        const int64_t entry = step->entry[token];
+        /* Its results of this split, where it sees several. */
+        const int64_t entry = step->entry[token], part = entry + work->split - first / step->split_size;
         for (int64_t g = 0; g < group; g++) {
-            const int64_t head = work->kv_head * group + g;
+            const int64_t head = work->kv_head * group + g, at = part * heads + head;
             struct row *row = rows + filled++;
             row->query = layer->queries + (token * heads + head) * 2 * dim;
             row->first = (int)((first > work->origin ? first : work->origin) - work->origin);
             row->last = (int)((position < end ? position : end - 1) - work->origin);
-            if (entry < 0) {
-                row->out = layer->out + (token * heads + head) * dim;
-                row->top_sum = NULL;
-            } else {
-                const int64_t at = (entry + work->split - first / step->split_size) * heads + head;
-                row->out = layer->part + at * dim;
-                row->top_sum = layer->part_top_sum + at * 2;
-            }
-            for (int64_t i = 0; i < dim; i += LANES)
-                __builtin_prefetch(row->out + i, 1); /* stores that waited for its memory held up all behind them */
-            if (filled == ROWS) {
-                format->attend[ROWS](rows, work, (int)dim, layer->softcap);
+            row->out = entry < 0 ? layer->out + (token * heads + head) * dim : layer->part + at * dim;
+            row->top_sum = entry < 0 ? NULL : layer->part_top_sum + at * 2;
+            if (filled == at_a_time) {
+                format->attend(filled, rows, work, (int)dim, layer->softcap);
                 filled = 0;
             }
         }
     }
     if (filled)
-        format->attend[filled](rows, work, (int)dim, layer->softcap);
+        format->attend(filled, rows, work, (int)dim, layer->softcap);
 }
 
 /* Items `first`, then others from `queue` on, until there are none. The next one is known before one is begun, so that
@@ -100,6 +94,8 @@ static void attend_items(const struct step *step, const struct layer *layer, int
     struct work works[2], *now = works, *next = works + 1;
     if (first >= step->num_items)
         return;
+    const struct format *format = formats[layer->format];
+    const int at_a_time = format->begin((int)step->head_dim);
     prepare(step, layer, step->items[first], now);
     for (;;) {
         int64_t item;
@@ -111,13 +107,14 @@ static void attend_items(const struct step *step, const struct layer *layer, int
         const struct work *then = more ? next : now;
         for (int i = 0; i < now->num_blocks; i++)
             now->blocks[2 * now->num_blocks + i] = then->blocks[i < then->num_blocks ? i : 0];
-        attend_work(step, layer, now);
+        attend_work(step, layer, now, at_a_time);
         if (!more)
-            return;
+            break;
         struct work *done = now;
         now = next;
         next = done;
     }
+    format->end(at_a_time);
 }
 
 void batchinfer_merge_token(const struct step *step, const struct layer *layer, int64_t token)

@@ -210,6 +210,7 @@ INLINE void attend_rows(const int num_rows, const struct row *rows, const struct
     float factors[ROWS];
     int begin = MAX_BLOCKS, end = 0;
     for (int r = 0; r < num_rows; r++) {
+        fetch_results(rows + r, dim);
         const int first = rows[r].first / LANES, last = rows[r].last / LANES + 1;
         begin = first < begin ? first : begin;
         end = last > end ? last : end;
@@ -243,5 +244,21 @@ ATTEND(4)
 ATTEND(5)
 ATTEND(6)
 
-const struct format batchinfer_bf16_format = {
-    clear_block, write_head, prepare_query, {NULL, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6}};
+static int begin_attending(int dim)
+{
+    (void)dim;
+    return ROWS;
+}
+
+static void attend(int num_rows, const struct row *rows, const struct work *work, int dim, float softcap)
+{
+    static attend_rows_of *const by_rows[] = {NULL, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
+    by_rows[num_rows](rows, work, dim, softcap);
+}
+
+static void end_attending(int at_a_time)
+{
+    (void)at_a_time;
+}
+
+const struct format batchinfer_bf16_format = {clear_block, write_head, prepare_query, begin_attending, attend, end_attending};

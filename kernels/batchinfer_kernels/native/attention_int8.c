@@ -5,17 +5,8 @@
  * weights and values, are sums of integers, exact in any order.
  */
 
-#include "kv_format.h"
+#include "attention_int8.h"
 #include "turn.h"
-
-enum { MOST = 127, MOST_WEIGHT = 255 };
-static const float LEAST = 1e-30f;
-static const float ROUNDS = 12582912.0f; /* 1.5 * 2^23: added to a number it leaves a whole one in the lowest bits */
-
-INLINE const float *scales_of(const char *codes, int dim)
-{
-    return (const float *)(codes + (size_t)dim * LANES);
-}
 
 /* ---- Writing ---- */
 
@@ -131,17 +122,16 @@ static void clear_block(char *values, int dim)
 
 /* ---- A row block of a tile ---- */
 
-/* Scores of `num_rows` rows and `num_blocks` blocks of keys, both constants, in units of the row's scale.
- * keys[b + ahead] is fetched. */
-INLINE void score_blocks(const int num_rows, const int num_blocks, const int8_t *queries, const int32_t *excess,
-                         int dim, const char *const *keys, int ahead, float *scores, int stride)
+/* Products of `num_rows` rows and `num_blocks` blocks of keys, both constants. keys[b + ahead] is fetched. */
+INLINE void score_blocks(const int num_rows, const int num_blocks, const int8_t *queries, int dim,
+                         const char *const *keys, int ahead, float *scores, int stride)
 {
     __m512i sum[ROWS][8];
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; r++)
 #pragma GCC unroll 8
         for (int b = 0; b < num_blocks; b++)
-            sum[r][b] = _mm512_set1_epi32(-excess[r]);
+            sum[r][b] = _mm512_setzero_si512();
     for (int i = 0; i < dim / 4; i++) {
         __m512i key[8];
 #pragma GCC unroll 8
@@ -161,124 +151,48 @@ INLINE void score_blocks(const int num_rows, const int num_blocks, const int8_t 
     }
 #pragma GCC unroll 8
     for (int b = 0; b < num_blocks; b++) {
-        const __m512 scale = _mm512_loadu_ps(scales_of(keys[b], dim));
         _mm_prefetch((const char *)scales_of(keys[b + ahead], dim), _MM_HINT_T1);
 #pragma GCC unroll 8
         for (int r = 0; r < num_rows; r++)
-            _mm512_store_ps(scores + r * stride + b * LANES, _mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][b]), scale));
+            _mm512_store_si512(scores + r * stride + b * LANES, sum[r][b]);
     }
 }
 
-INLINE void score_rows(const int num_rows, const int8_t *queries, const int32_t *excess, int dim,
-                       const char *const *keys, int ahead, int begin, int end, float *scores, int stride)
+INLINE void score_rows(const int num_rows, const int8_t *queries, int dim, const char *const *keys, int ahead,
+                       int begin, int end, float *scores, int stride)
 {
     const int step = num_rows > 3 ? 4 : 8; /* enough sums at a time to hide the latency of one */
     int b = begin;
     for (; b + step <= end; b += step)
-        score_blocks(num_rows, step, queries, excess, dim, keys + b, ahead, scores + b * LANES, stride);
+        score_blocks(num_rows, step, queries, dim, keys + b, ahead, scores + b * LANES, stride);
     if (step == 8 && b + 4 <= end) {
-        score_blocks(num_rows, 4, queries, excess, dim, keys + b, ahead, scores + b * LANES, stride);
+        score_blocks(num_rows, 4, queries, dim, keys + b, ahead, scores + b * LANES, stride);
         b += 4;
     }
     if (b + 2 <= end) {
-        score_blocks(num_rows, 2, queries, excess, dim, keys + b, ahead, scores + b * LANES, stride);
+        score_blocks(num_rows, 2, queries, dim, keys + b, ahead, scores + b * LANES, stride);
         b += 2;
     }
     if (b < end)
-        score_blocks(num_rows, 1, queries, excess, dim, keys + b, ahead, scores + b * LANES, stride);
+        score_blocks(num_rows, 1, queries, dim, keys + b, ahead, scores + b * LANES, stride);
 }
 
-/* 2^x within 2^-18 of it for x up to 1, exactly 0 from -127 down; NaN for NaN. */
-INLINE __m512 weight_of(__m512 x)
-{
-    const __m512 shift = _mm512_set1_ps(ROUNDS);
-    x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);    /* of an unordered pair, max gives the second */
-    const __m512 whole = _mm512_add_ps(x, shift);
-    const __m512 part = _mm512_sub_ps(x, _mm512_sub_ps(whole, shift));
-    /* Its largest relative error is as small as that of any such polynomial can be. */
-    __m512 sum = _mm512_set1_ps(9.58269089e-3f);
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(5.59061170e-2f));
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(2.40240991e-1f));
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(6.93124235e-1f));
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f));
-    return (__m512)_mm512_add_epi32((__m512i)sum, _mm512_slli_epi32((__m512i)whole, 23));
-}
-
-/* A row's scores become what they are under a softcap, and -infinity where it sees nothing; the highest of them.
- * Of blocks only those from first to last are its own, see softmax_rows. */
-INLINE __m512 finish_scores(const struct row *row, float *scores, int first, int last, float scale, float softcap)
-{
-    if (softcap != 0.0f)
-        for (int b = first; b <= last; b++) {
-            const __m512 part = _mm512_mul_ps(_mm512_load_ps(scores + b * LANES), _mm512_set1_ps(scale));
-            _mm512_store_ps(scores + b * LANES, _mm512_mul_ps(tanh_of(part), _mm512_set1_ps(softcap)));
-        }
-    const __m512 nothing = _mm512_set1_ps(-INFINITY);
-    for (int b = first; b <= last; b += last > first ? last - first : 1) {
-        const __m512 seen = _mm512_mask_mov_ps(nothing, seen_lanes(row, b * LANES), _mm512_load_ps(scores + b * LANES));
-        _mm512_store_ps(scores + b * LANES, seen);
-    }
-    __m512 highest = nothing, second = nothing;
-    int b = first;
-    for (; b < last; b += 2) {
-        highest = _mm512_max_ps(highest, _mm512_load_ps(scores + b * LANES));
-        second = _mm512_max_ps(second, _mm512_load_ps(scores + (b + 1) * LANES));
-    }
-    if (b == last)
-        highest = _mm512_max_ps(highest, _mm512_load_ps(scores + b * LANES));
-    return _mm512_max_ps(highest, second);
-}
-
-/* Weights of rows over blocks begin .. end, which are 0 in blocks where a row sees nothing; their highest scores and
- * the sums of their weights. A token's weight here has its value's scale in it; `factors` undo codes of weights.
- * `scores` are overwritten. Each pass is over all rows, so that none waits for the end of another. */
-INLINE void softmax_rows(const int num_rows, const struct row *rows, float *scores, uint8_t *weights, int stride,
-                         const char *const *values, int begin, int end, int dim, float *scales, float softcap,
-                         float *tops, float *sums, float *factors)
+/* Weights become codes, 0 in blocks where a row sees nothing. */
+INLINE void round_weights(const int num_rows, const struct row *rows, struct row_block *block, const float *scores,
+                          uint8_t *weights, int stride)
 {
     for (int r = 0; r < num_rows; r++) {
-        const int first = rows[r].first / LANES, last = rows[r].last / LANES;
-        const __m512 highest = finish_scores(rows + r, scores + r * stride, first, last, scales[r], softcap);
-        if (softcap != 0.0f)
-            scales[r] = 1.0f;
-        /* The bound only matters for a row that sees nothing but scores of -infinity. */
-        tops[r] = fmaxf(_mm512_reduce_max_ps(highest) * scales[r], -1e30f);
-        /* Only the top is rounded where the other product is fused, and a score may be above it: too far if so large. */
-        if (fabsf(tops[r]) > 0x1p23f) {
-            for (int b = first; b <= last; b++) {
-                float *score = scores + r * stride + b * LANES;
-                _mm512_store_ps(score, _mm512_mul_ps(_mm512_load_ps(score), _mm512_set1_ps(scales[r])));
-            }
-            scales[r] = 1.0f;
-        }
-    }
-    for (int r = 0; r < num_rows; r++) {
-        const __m512 scale = _mm512_set1_ps(scales[r]), top = _mm512_set1_ps(tops[r]);
-        __m512 total = _mm512_setzero_ps(), most = total;
-        for (int b = rows[r].first / LANES; b <= rows[r].last / LANES; b++) {
-            float *score = scores + r * stride + b * LANES;
-            const __m512 weight = weight_of(_mm512_fmsub_ps(_mm512_load_ps(score), scale, top));
-            const __m512 scaled = _mm512_mul_ps(weight, _mm512_loadu_ps(scales_of(values[b], dim)));
-            total = _mm512_add_ps(total, weight);
-            most = _mm512_max_ps(most, scaled);
-            _mm512_store_ps(score, scaled);
-        }
-        sums[r] = _mm512_reduce_add_ps(total);
-        factors[r] = _mm512_reduce_max_ps(most);
-    }
-    for (int r = 0; r < num_rows; r++) {
-        const __m512 factor = _mm512_set1_ps(factors[r] < LEAST ? 0.0f : MOST_WEIGHT / factors[r]);
-        factors[r] /= MOST_WEIGHT;
+        const __m512 factor = _mm512_set1_ps(code_weights(block->factors + r));
         const int first = rows[r].first / LANES, last = rows[r].last / LANES;
         uint8_t *codes = weights + r * stride;
-        for (int b = begin; b < first; b++)
+        for (int b = block->begin; b < first; b++)
             _mm_store_si128((__m128i *)(codes + b * LANES), _mm_setzero_si128());
         for (int b = first; b <= last; b++) {
             const __m512 scaled = _mm512_load_ps(scores + r * stride + b * LANES);
             const __m512 whole = _mm512_fmadd_ps(scaled, factor, _mm512_set1_ps(ROUNDS));
             _mm_store_si128((__m128i *)(codes + b * LANES), _mm512_cvtepi32_epi8((__m512i)whole));
         }
-        for (int b = last + 1; b < end; b++)
+        for (int b = last + 1; b < block->end; b++)
             _mm_store_si128((__m128i *)(codes + b * LANES), _mm_setzero_si128());
     }
 }
@@ -343,34 +257,17 @@ INLINE void attend_rows(const int num_rows, const struct row *rows, const struct
     int8_t queries[ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     float scores[ROWS * MAX_SPLIT] __attribute__((aligned(64)));
     uint8_t weights[ROWS * MAX_SPLIT] __attribute__((aligned(64)));
-    float scales[ROWS], factors[ROWS];
-    int32_t excess[ROWS];
+    struct row_block block;
     const int ahead = work->num_blocks, stride = ahead * LANES;
-    const char *const *values = work->blocks + ahead;
-    int begin = MAX_BLOCKS, end = 0;
-    for (int r = 0; r < num_rows; r++) {
-        const int first = rows[r].first / LANES, last = rows[r].last / LANES + 1;
-        begin = first < begin ? first : begin;
-        end = last > end ? last : end;
-    }
-    for (int r = 0; r < num_rows; r++) {
-        memcpy(queries + r * MAX_HEAD_DIM, rows[r].query, dim);
-        memcpy(scales + r, rows[r].query + dim, sizeof scales[r]);
-        memcpy(excess + r, rows[r].query + dim + sizeof scales[r], sizeof excess[r]);
-    }
-    score_rows(num_rows, queries, excess, dim, work->blocks, ahead, begin, end, scores, stride);
-    float tops[ROWS], sums[ROWS];
-    softmax_rows(num_rows, rows, scores, weights, stride, values, begin, end, dim, scales, softcap, tops, sums,
-                 factors);
-    for (int r = 0; r < num_rows; r++) {
-        if (rows[r].top_sum) {
-            rows[r].top_sum[0] = tops[r];
-            rows[r].top_sum[1] = sums[r];
-        } else {
-            factors[r] /= sums[r];
-        }
-    }
-    weigh_rows(num_rows, weights, stride, values, ahead, begin, end, dim, rows, factors);
+    for (int r = 0; r < num_rows; r++)
+        fetch_results(rows + r, dim);
+    load_rows(num_rows, rows, dim, queries, MAX_HEAD_DIM, &block);
+    score_rows(num_rows, queries, dim, work->blocks, ahead, block.begin, block.end, scores, stride);
+    softmax_rows(0, num_rows, rows, &block, scores, stride, work, dim, softcap);
+    round_weights(num_rows, rows, &block, scores, weights, stride);
+    finish_rows(num_rows, rows, &block);
+    weigh_rows(num_rows, weights, stride, work->blocks + ahead, ahead, block.begin, block.end, dim, rows,
+               block.factors);
 }
 
 #define ATTEND(n)                                                                                                     \
@@ -385,5 +282,30 @@ ATTEND(4)
 ATTEND(5)
 ATTEND(6)
 
-const struct format batchinfer_int8_format = {
-    clear_block, write_head, prepare_query, {NULL, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6}};
+static int begin_attending(int dim)
+{
+    if (!batchinfer_tiles || dim % TILE_BYTES)
+        return ROWS;
+    begin_tiles();
+    return MOST_ROWS;
+}
+
+static void attend(int num_rows, const struct row *rows, const struct work *work, int dim, float softcap)
+{
+    static attend_rows_of *const by_rows[] = {NULL, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
+#ifdef __AMX_INT8__
+    if (num_rows > ROWS) {
+        batchinfer_attend_int8_tiles(num_rows, rows, work, dim, softcap);
+        return;
+    }
+#endif
+    by_rows[num_rows](rows, work, dim, softcap);
+}
+
+static void end_attending(int at_a_time)
+{
+    if (at_a_time > ROWS)
+        end_tiles();
+}
+
+const struct format batchinfer_int8_format = {clear_block, write_head, prepare_query, begin_attending, attend, end_attending};

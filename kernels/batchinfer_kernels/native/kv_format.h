@@ -10,7 +10,8 @@
 #include "attention.h"
 #include "bf16.h"
 
-enum { LANES = 16, ROWS = 6, MAX_SPLIT = 1024, MAX_HEAD_DIM = 256, MAX_BLOCKS = MAX_SPLIT / LANES, REGISTER = 64 };
+/* Rows are worked on ROWS at a time, since that many sums fit in registers, MOST_ROWS in tiles. */
+enum { LANES = 16, ROWS = 6, MOST_ROWS = 16, MAX_SPLIT = 1024, MAX_HEAD_DIM = 256, MAX_BLOCKS = MAX_SPLIT / LANES, REGISTER = 64 };
 
 /* A work item: a tile and KV head, and the blocks of the split that its queries see, the first at position `origin` of
  * the sequence: their keys, then their values, then the keys that the thread works on next. While blocks[i] is worked
@@ -28,8 +29,8 @@ struct row {
     int first, last;
 };
 
-/* Attention of up to ROWS rows to a work item's blocks. */
-typedef void attend(const struct row *rows, const struct work *work, int dim, float softcap);
+/* Attention of a number of rows, which the function knows, to a work item's blocks. */
+typedef void attend_rows_of(const struct row *rows, const struct work *work, int dim, float softcap);
 
 /* What is done with blocks of one format, each of one head. */
 struct format {
@@ -39,11 +40,21 @@ struct format {
     void (*write)(const float *key, const float *value, char *keys, char *values, int dim, int offset);
     /* A query, with the scale of its scores, in 2 * dim bytes. */
     void (*prepare)(const float *query, char *prepared, int dim, float scale);
-    /* By number of rows; each has code of its own, with its sums in registers. */
-    attend *attend[ROWS + 1];
+    /* A thread calls `begin` before it attends, which says how many rows to work on at a time, MOST_ROWS at most, then
+     * `attend` with up to so many, and `end`, which it tells that number. */
+    int (*begin)(int dim);
+    void (*attend)(int num_rows, const struct row *rows, const struct work *work, int dim, float softcap);
+    void (*end)(int at_a_time);
 };
 
 extern const struct format batchinfer_bf16_format, batchinfer_int8_format;
+
+/* Where a row's results go, in time: stores that waited for its memory held up all behind them. */
+INLINE void fetch_results(const struct row *row, int dim)
+{
+    for (int i = 0; i < dim; i += LANES)
+        __builtin_prefetch(row->out + i, 1);
+}
 
 /* Which of the LANES tokens from `at` on a row sees. */
 INLINE __mmask16 seen_lanes(const struct row *row, int at)

@@ -27,8 +27,28 @@ struct tile_shapes {
 /* What the compiler keeps in registers is written before a tile is loaded of it: the instruction's own memory is not
  * known to it. */
 #define WRITTEN() __asm__ volatile("" ::: "memory")
+
+/* A thread's tiles, from the first of these to the last: eight whole ones. */
+static inline void begin_tiles(void)
+{
+    static const struct tile_shapes shapes = {
+        .palette = 1,
+        .bytes = {TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES},
+        .rows = {TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS},
+    };
+    if (batchinfer_tiles)
+        _tile_loadconfig(&shapes);
+}
+
+static inline void end_tiles(void)
+{
+    if (batchinfer_tiles)
+        _tile_release();
+}
 #else
 enum { batchinfer_tiles = 0 };
+static inline void begin_tiles(void) {}
+static inline void end_tiles(void) {}
 #endif
 
 #endif
