@@ -1,5 +1,7 @@
 /* Whether tiles are used: library.py asks when the library is loaded. */
 
+#define _GNU_SOURCE /* syscall */
+
 #include "tiles.h"
 
 #ifdef __AMX_INT8__
