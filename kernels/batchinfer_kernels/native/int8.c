@@ -42,7 +42,7 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
     const long plain_panels = panels_of(w->num_plain), panels = plain_panels + panels_of(w->num_values);
     const long columns = w->num_values + w->num_plain;
     const struct cut cut = cut_rows(rows, panels);
-    begin_products();
+    begin_tiles();
     /* Plain panels come first: they take twice as long, and what is begun last should be short. */
 #pragma omp for collapse(3) schedule(dynamic, 1)
     for (long block = 0; block < cut.blocks; block++)
@@ -84,7 +84,7 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
                         }
                 }
             }
-    end_products();
+    end_tiles();
 }
 
 /* silu(x) = x / (1 + e^-x) */
@@ -100,7 +100,7 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
     const long panels = w->num_values / PANEL, width = panels * 16, groups = groups_of(width);
     const struct cut cut = cut_rows(rows, groups);
     const long step = rows_at_a_time();
-    begin_products();
+    begin_tiles();
 #pragma omp for collapse(3) schedule(dynamic, 1)
     for (long block = 0; block < cut.blocks; block++)
         for (long g = 0; g < groups; g++)
@@ -134,7 +134,7 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
                     store_group(values, y, t, g, width);
                 }
             }
-    end_products();
+    end_tiles();
 }
 
 void batchinfer_int8_linear(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,

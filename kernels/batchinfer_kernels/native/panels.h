@@ -110,24 +110,6 @@ INLINE void multiply_bytes(const int rows, struct ahead *ahead, const struct qua
 }
 
 #ifdef __AMX_INT8__
-/* Tiles 0 to 3 are sums, of 16 rows and 16 features each, 4 are activations, 5 and 6 weights. */
-INLINE void begin_products(void)
-{
-    static const struct tile_shapes shapes = {
-        .palette = 1,
-        .bytes = {TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES, TILE_BYTES},
-        .rows = {TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS, TILE_ROWS},
-    };
-    if (batchinfer_tiles)
-        _tile_loadconfig(&shapes);
-}
-
-INLINE void end_products(void)
-{
-    if (batchinfer_tiles)
-        _tile_release();
-}
-
 /* Where a group stands in its row: what it is added to, and whether the row's sums are then complete. */
 struct place {
     int is_first, is_last;
@@ -155,7 +137,9 @@ INLINE void scale_sums(const long rows, const struct place place, const int32_t 
     }
 }
 
-/* The same as `multiply_bytes` for up to MOST_ROWS rows. Of two groups one's products are made while the other's sums are
+/* Tiles 0 to 3 are sums, of 16 rows and 16 features each, 4 are activations, 5 and 6 weights.
+ *
+ * The same as `multiply_bytes` for up to MOST_ROWS rows. Of two groups one's products are made while the other's sums are
  * scaled: that is why each has tiles of its own, and why a step is this short, which the processor can look ahead over. */
 static inline void multiply_tiles(long rows, struct ahead *ahead, const struct quantized *x, long t,
                                   const struct packed *w, long panel, __m512 result[MOST_ROWS][2])
@@ -227,9 +211,6 @@ static inline void multiply_tiles(long rows, struct ahead *ahead, const struct q
 #undef GROUP_STEP
 #undef SCALE
 }
-#else
-INLINE void begin_products(void) {}
-INLINE void end_products(void) {}
 #endif
 
 INLINE void multiply_plain(const int rows, const struct quantized *x, long t, const struct packed *w, long panel,

@@ -177,7 +177,7 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
             for (long half = 0; half < halves; half += HALF)
                 _mm512_storeu_ps(all_ceilings + t * halves + half, _mm512_set1_ps(-INFINITY));
         }
-        begin_products();
+        begin_tiles();
 #pragma omp for collapse(2) schedule(dynamic, 4)
         for (long block = 0; block < blocks; block++)
             for (long panel = 0; panel < panels; panel++) {
@@ -209,7 +209,7 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
                     }
                 }
             }
-        end_products();
+        end_tiles();
 #pragma omp for schedule(dynamic, 1)
         for (long t = 0; t < rows; t++) {
             const int is_finite = isfinite(spreads[t].error) && isfinite(spreads[t].length);
