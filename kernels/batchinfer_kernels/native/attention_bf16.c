@@ -261,4 +261,5 @@ static void end_attending(int at_a_time)
     (void)at_a_time;
 }
 
-const struct format batchinfer_bf16_format = {clear_block, write_head, prepare_query, begin_attending, attend, end_attending};
+const struct format batchinfer_bf16_format = {
+    clear_block, write_head, prepare_query, begin_attending, attend, end_attending};

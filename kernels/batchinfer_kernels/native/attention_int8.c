@@ -308,4 +308,5 @@ static void end_attending(int at_a_time)
         end_tiles();
 }
 
-const struct format batchinfer_int8_format = {clear_block, write_head, prepare_query, begin_attending, attend, end_attending};
+const struct format batchinfer_int8_format = {
+    clear_block, write_head, prepare_query, begin_attending, attend, end_attending};

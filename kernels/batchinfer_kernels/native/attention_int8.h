@@ -56,7 +56,8 @@ INLINE __m512 weight_of(__m512 x)
     return (__m512)_mm512_add_epi32((__m512i)sum, _mm512_slli_epi32((__m512i)whole, 23));
 }
 
-/* A block's scores, from sums of products with its keys; in units of the row's scale, or, under a softcap, what they are. */
+/* A block's scores, from sums of products with its keys; in units of the row's scale, or, under a softcap, what they
+ * are. */
 INLINE __m512 score_of(const float *sums, __m512i excess, const char *keys, int dim, __m512 scale, float softcap)
 {
     const __m512i whole = _mm512_sub_epi32(_mm512_load_si512(sums), excess);
@@ -66,7 +67,8 @@ INLINE __m512 score_of(const float *sums, __m512i excess, const char *keys, int 
     return _mm512_mul_ps(tanh_of(_mm512_mul_ps(score, scale)), _mm512_set1_ps(softcap));
 }
 
-/* A row's sums become scores, -infinity where it sees nothing, which is in its first and last block only; the highest. */
+/* A row's sums become scores, -infinity where it sees nothing, which is in its first and last block only; the
+ * highest. */
 INLINE __m512 finish_scores(const struct row *row, float *sums, __m512i excess, const char *const *keys, int dim,
                             float scale, float softcap)
 {
@@ -98,8 +100,8 @@ INLINE __m512 finish_scores(const struct row *row, float *sums, __m512i excess, 
     return _mm512_max_ps(_mm512_max_ps(highest, second), score);
 }
 
-/* The unit that multiplies tiles falls asleep after some 1,500 cycles without work, and takes 800 to wake up: it is given
- * some to no end. `idle`: cycles since it had any, or near enough. */
+/* The unit that multiplies tiles falls asleep after some 1,500 cycles without work, and takes 800 to wake up: it is
+ * given some to no end. `idle`: cycles since it had any, or near enough. */
 INLINE void stay_awake(int *idle, int cycles)
 {
 #ifdef __AMX_INT8__

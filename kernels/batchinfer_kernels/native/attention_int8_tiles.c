@@ -1,9 +1,9 @@
 /* Attention's cache in int8 on processors with AMX: a row block's products in tiles, 16 rows at a time.
  *
- * 64 dimensions of a block's keys are a tile as they lie. Of values a tile would be 16 tokens deep, a quarter of what the
- * same time could multiply: rows of four blocks are gathered into one first. All of it lies in the memory of the scores,
- * which are dead by then: what is written here must be in the first-level cache, which is no larger than a split's
- * scores, keys and values.
+ * 64 dimensions of a block's keys are a tile as they lie. Of values a tile would be 16 tokens deep, a quarter of what
+ * the same time could multiply: rows of four blocks are gathered into one first. All of it lies in the memory of the
+ * scores, which are dead by then: what is written here must be in the first-level cache, which is no larger than a
+ * split's scores, keys and values.
  */
 
 #include "attention_int8.h"
@@ -52,7 +52,7 @@ INLINE void score_rows(const int8_t *queries, int dim, const char *const *keys, 
     }
 }
 
-/* Four blocks' weights as codes, 0 in blocks that are not from first to last: [fours of tokens of a block][block][4]. */
+/* Four blocks' weights as codes, 0 in blocks that are not from first to last: [tokens / 4 of a block][block][4]. */
 INLINE __m512i codes_of_four(const float *scores, __m512 factor, int first, int last)
 {
     const __m512 rounds = _mm512_set1_ps(ROUNDS);
@@ -143,7 +143,8 @@ INLINE void weigh_rows(int num_rows, const struct row *rows, const struct row_bl
 
 void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, const struct work *work, int dim, float softcap)
 {
-    int8_t queries[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64))); /* rows that are not there give what none reads */
+    /* Rows that are not there give what none reads. */
+    int8_t queries[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     char scores[TILE_ROWS * MOST_STRIDE] __attribute__((aligned(64)));
     struct row_block block;
     /* Room for codes of weights and what is gathered twice, or for scores of a multiple of four blocks; and a line, so
