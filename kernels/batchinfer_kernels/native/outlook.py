@@ -14,13 +14,17 @@ from batchinfer_kernels.native import library
 from batchinfer_kernels.native.library import NativeUnavailable
 
 MEND = "install a C compiler and its headers (Debian, Ubuntu: apt-get install gcc libc6-dev)"
-# What the C files need of a compiler: the headers that are packages of their own, to know the processor, and to link
-# threads.
+# What the C files need of a compiler: the headers that are packages of their own, to know the processor, an assembler
+# that knows what the compiler writes for it, and to link threads.
 _TRIAL = """\
 #include <immintrin.h>
 #include <math.h>
 #include <omp.h>
 #include <string.h>
+#ifdef __AMX_INT8__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #ifndef __AVX512VNNI__
 #error too old for this processor
 #endif
@@ -29,6 +33,9 @@ __m512 trial(__m512 sum, __m512i a, __m512i b, double *roots, int count)
     sum = _mm512_add_ps(sum, _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), a, b)));
 #ifdef __AVX512BF16__
     sum = _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#endif
+#ifdef __AMX_INT8__
+    _tile_dpbusd(0, 1, 2);
 #endif
 #pragma omp parallel for num_threads(omp_get_max_threads())
     for (int i = 0; i < count; i++)
