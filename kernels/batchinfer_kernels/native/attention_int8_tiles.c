@@ -128,6 +128,7 @@ INLINE void weigh_rows(int num_rows, const struct row *rows, const struct row_bl
             _tile_dpbusd(2, 6, 4);
             _tile_loadd(5, gathered + at + 3 * TILE_BYTES, stride);
             _tile_dpbusd(3, 6, 5);
+            WRITTEN(); /* what comes next goes where these tiles were loaded from */
         }
         STORE_PAIR(0, 1, gathered)
         STORE_PAIR(2, 3, gathered + 2 * REGISTER)

@@ -24,8 +24,8 @@ struct tile_shapes {
     uint8_t rows[16];
 } __attribute__((packed, aligned(64)));
 
-/* What the compiler keeps in registers is written before a tile is loaded of it: the instruction's own memory is not
- * known to it. */
+/* What the compiler keeps in registers is written before a tile is loaded of it, and nothing before it that is written
+ * there later: the instruction's own memory is not known to it. */
 #define WRITTEN() __asm__ volatile("" ::: "memory")
 
 /* A thread's tiles, from the first of these to the last: eight whole ones. */
