@@ -13,19 +13,8 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason=f"native kernels: {library.available()}")
 
-ROWS = (
-    1,
-    2,
-    5,
-    6,
-    7,
-    13,
-    16,
-    31,
-    32,
-    49,
-    200,
-)  # one, parts of register blocks and of tiles, whole ones, several row blocks
+# One, parts of register blocks and of tiles, whole ones, several row blocks.
+ROWS = (1, 2, 5, 6, 7, 13, 16, 31, 32, 49, 200)
 SHAPES = ((64, 32), (576, 960), (100, 50), (130, 257), (1, 1), (64, 33))  # inputs, outputs
 
 
@@ -317,20 +306,31 @@ def test_a_row_has_the_same_bytes_in_any_batch(native: Int8Ops) -> None:
 @pytest.mark.parametrize("width", [64, 128, 576, 704])
 @pytest.mark.parametrize("rows", [*range(1, 34), 48, 63, 64, 100, 193])
 def test_tiles_give_the_bytes_that_registers_give(rows: int, width: int) -> None:
-    """Also where rows end within a tile, and groups within a row."""
+    """Also where rows end within a tile, and groups within a row; of zeros, of numbers that are not finite, and of the
+    largest sums that there are."""
     from batchinfer_kernels.native.int8 import NativeInt8
 
     functions, ops, found = library.load(), NativeInt8(), []
     values, scales = weights(96, width)
-    packed, gated = ops.pack(values, scales, None), ops.pack_gated(values[:48], scales[:48], values[48:], scales[48:])
-    x = ops.quantize(activations(rows, width))
+    values[5], values[60] = 127, -127
+    sick = scales.clone()
+    sick[7] = torch.nan
+    packed = ops.pack(values, sick, normal(40, width, seed=3).bfloat16())
+    gated = ops.pack_gated(values[:48], scales[:48], values[48:], scales[48:])
+    floats = activations(rows, width)
+    if rows > 3:
+        floats[1], floats[2, width // 2] = 0.0, torch.inf
+    x = ops.quantize(floats, plain=True)
+    x.values[-1] = 255
+    bias, residual = normal(136, seed=4), normal(rows, 136, seed=5)
     try:
         for wanted in (True, False):
             if functions.batchinfer_use_tiles(wanted) != wanted:
                 pytest.skip("no tiles here")
-            y = ops.gated(x, gated, None)
-            found.append((ops.linear(x, packed, None, None), y.values, y.scales))
+            y = ops.gated(x, gated, bias[:96])
+            found.append((ops.linear(x, packed, bias, residual.clone()), y.values, y.scales))
     finally:
         functions.batchinfer_use_tiles(1)
     for tiled, plain in zip(*found, strict=True):
-        assert torch.equal(tiled, plain)
+        assert torch.equal(tiled.contiguous().view(torch.uint8), plain.contiguous().view(torch.uint8))
+    assert found[0][0].isnan().any() and found[0][0].isfinite().any()
