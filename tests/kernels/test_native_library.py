@@ -224,6 +224,32 @@ def test_what_the_compiler_says_is_said(sources: Path, cache: Path) -> None:
         open_library(sources, cache)
 
 
+@pytest.mark.skipif(library.TILES not in FEATURES, reason="a processor without AMX")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc: others assemble by themselves")
+def test_an_assembler_too_old_for_tiles_costs_only_them(
+    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of a system that is older than its compiler."""
+    (sources / "tiles.c").write_text(
+        "#include <immintrin.h>\n#ifdef __AMX_INT8__\nvoid multiply(void) { _tile_dpbusd(0, 1, 2); }\n"
+        "int tiles(void) { return 1; }\n#else\nint tiles(void) { return 0; }\n#endif\n"
+    )
+    if not open_library(sources, cache / "of_today").tiles():
+        pytest.skip("a compiler that is too old as well")
+    compiler, assembler = tmp_path / "gcc", tmp_path / "as"
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("gcc")} -B {tmp_path} "$@"\n')
+    assembler.write_text(
+        '#!/bin/sh\nfor word; do case "$word" in *.s) '
+        'if grep -q tdpbusd "$word"; then echo "Error: no such instruction"; exit 1; fi;; esac; done\n'
+        f'exec {shutil.which("as")} "$@"\n'
+    )
+    for path in (compiler, assembler):
+        path.chmod(0o755)
+    monkeypatch.setattr(library, "find_compilers", lambda: (compiler,))
+    found = open_library(sources, cache)
+    assert found.answer() == 42 and not found.tiles()
+
+
 def test_a_missing_function_fails_when_linking(sources: Path, cache: Path) -> None:
     (sources / "small.c").write_text("int other(void);\nint answer(void) { return other(); }\n")
     with pytest.raises(NativeUnavailable, match="other"):

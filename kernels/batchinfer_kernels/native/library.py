@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import itertools
 import logging
 import os
 import platform
@@ -36,6 +37,8 @@ FLAGS = ("-std=c11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ff
 # Asked for by name where the processor has it: `determinism.product_level` says that bfloat16 is multiplied with it, so
 # that a compiler too old to know it must fail rather than give other bytes.
 BF16, BF16_FLAG = "avx512_bf16", "-mavx512bf16"
+# Where the assembler is too old for what the compiler knows, tiles are left out: bytes are the same without them.
+TILES, NO_TILES_FLAG = "amx_int8", "-mno-amx-int8"
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 COMPILERS = ("cc", "gcc", "clang")
 FILE_PATTERN = "native-*.so"
@@ -173,18 +176,21 @@ class Recipe:
         if not self.compilers:
             raise NativeUnavailable(f"no C compiler was found (tried {', '.join(COMPILERS)}); install gcc")
         said = []
-        for compiler in self.compilers:
+        flags = [self.flags]
+        if TILES in self.features:
+            flags.append((*self.flags, NO_TILES_FLAG))
+        for some, compiler in itertools.product(flags, self.compilers):
             try:
-                return self._build_with(compiler, folder)
+                return self._build_with(compiler, some, folder)
             except (OSError, subprocess.SubprocessError) as error:
                 said.append(f"{compiler}: {_complaint(error)}")
-        raise NativeUnavailable("; ".join(said))
+        raise NativeUnavailable("; ".join(dict.fromkeys(said)))
 
-    def _build_with(self, compiler: Path, folder: Path) -> Path:
+    def _build_with(self, compiler: Path, flags: tuple[str, ...], folder: Path) -> Path:
         objects = [folder / f"{source.stem}.o" for source in self.sources]
         _run_all(
             [
-                [str(compiler), *self.flags, "-c", str(source), "-o", str(made)]
+                [str(compiler), *flags, "-c", str(source), "-o", str(made)]
                 for source, made in zip(self.sources, objects, strict=True)
             ]
         )
