@@ -82,6 +82,21 @@ class EngineConfig:
         share: Any = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
             raise ConfigError(f"engine.gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
+        if self.split_size % self.block_size:
+            whole = -(-self.split_size // self.block_size) * self.block_size
+            raise ConfigError(
+                f"engine.split_size {self.split_size} must be a multiple of engine.block_size {self.block_size}; use "
+                f"split_size {whole}, or another block_size"
+            )
+
+    def check_kernels(self, kernels: str) -> None:
+        """Raises ConfigError for an option that needs other kernels than these, which are resolved ("fake": those of a
+        model that is one)."""
+        for name in ("cuda_graphs", "async_scheduling"):
+            if getattr(self, name) is True and kernels != "triton":
+                raise ConfigError(
+                    f"engine.{name}: true needs engine.kernels triton, here they are {kernels}; leave it out"
+                )
 
 
 def _check_number(name: str, value: Any, otherwise: str) -> None:

@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "layers": (BASE | {"kernels", "quant", "attention", "weights", "modelfiles"}, {"torch"}),
     "models": (BASE | {"arithmetic", "kernels", "quant", "attention", "layers", "weights", "modelfiles"}, {"torch"}),
     "runner": (
-        BASE | {"arithmetic", "kernels", "quant", "attention", "layers", "models", "weights", "modelfiles"},
+        BASE | {"arithmetic", "cost", "kernels", "quant", "attention", "layers", "models", "weights", "modelfiles"},
         {"torch", "numpy"},
     ),
     "engine": (BASE | {"scheduling", "runner", "text", "modelfiles", "models", "kernels"}, set()),

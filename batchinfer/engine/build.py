@@ -33,6 +33,7 @@ def load_engine(config: EngineConfig, *, late_tokenizer: bool = False) -> Engine
     files = open_model(config.model, revision=config.revision, tokenizer=config.tokenizer)
     max_model_len = resolve_max_model_len(config, files)
     if files.kind == "fake":
+        config.check_kernels("fake")
         return _fake_engine(config, files, max_model_len)
     return _local_engine(config, files, max_model_len, late_tokenizer=late_tokenizer)
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import batchinfer
 from batchinfer.arithmetic import Arithmetic, Machine, no_gpu, resolve_arithmetic, this_machine, why_no_gpu
+from batchinfer.cost import ModelShape, check_pool
 from batchinfer.data.dataset import InputDataset, Kind, open_dataset
 from batchinfer.data.fs import check_output_path, is_foreign
 from batchinfer.errors import ConfigError, InputError, ResumeRefused
@@ -99,6 +100,7 @@ def resolve_job(
         text_bytes=(0,) * len(dataset.files),
         facts=_facts(spec, files, arithmetic, machine),
     )
+    _check_engine(job, files)
     context = make_context(job, files, dataset)
     check_columns(job, context)
     template = context.renderer.chat_template
@@ -301,6 +303,23 @@ def _arithmetic(
             found = replace(found, sources={**found.sources, **{name: chosen.sources[name] for name in kept}})
     found = found or resolve_arithmetic(files, machine, **fixed, **wanted)
     return found if lacking is None else replace(found, degraded=f"this machine can't run the job: {lacking}")
+
+
+def _check_engine(job: ResolvedJob, files: ModelFiles) -> None:
+    """Raises ConfigError where the job's engines would, when they load, for what is known now."""
+    config, arithmetic = job.engine_config, job.arithmetic
+    config.check_kernels(arithmetic.kernels)
+    shape = ModelShape.from_config(files.config)
+    if shape is None or config.kv_cache_memory == "auto":
+        return
+    block_bytes = config.block_size * shape.kv_bytes_per_token(arithmetic.kv_cache_dtype)
+    check_pool(
+        config.kv_cache_memory // block_bytes,
+        "engine.kv_cache_memory",
+        block_bytes=block_bytes,
+        block_size=config.block_size,
+        max_model_len=job.max_model_len,
+    )
 
 
 def _no_gpu(spec: JobSpec, files: ModelFiles, machine: Machine) -> ConfigError | None:

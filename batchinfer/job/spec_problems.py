@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError
 from batchinfer.job.job_file import JobSource, KeyPath, dotted
 from batchinfer.types.request import SAMPLING_FIELDS, SamplingParams
@@ -78,6 +79,7 @@ def meaning_problems(data: Mapping[str, Any], source: JobSource, wrong: Collecti
         problems.append(
             f"{at}: engine.tensor_parallel_size: {parallel} is planned and not there yet; use 1 and cluster.workers"
         )
+    problems += _block_problems(section("engine"), source, wrong)
     if section("sampling").get("prompt_logprobs") is not None:
         at = source.place(("sampling", "prompt_logprobs"))
         problems.append(
@@ -88,6 +90,18 @@ def meaning_problems(data: Mapping[str, Any], source: JobSource, wrong: Collecti
         problems += _input_problems(section("input"), source)
     typed = {key: value for key, value in section("sampling").items() if all(p[:2] != ("sampling", key) for p in wrong)}
     return problems + _sampling_problems(typed, source)
+
+
+def _block_problems(section: Mapping[str, Any], source: JobSource, wrong: Collection[KeyPath]) -> list[str]:
+    """Sizes of blocks and splits that do not go together, by the rule of EngineConfig."""
+    given = {name: section[name] for name in ("split_size", "block_size") if name in section}
+    if any(("engine", name) in wrong for name in given):
+        return []
+    try:
+        EngineConfig(model="", **given)
+    except ConfigError as error:
+        return [f"{source.place(('engine', next(iter(given))))}: {error}"]
+    return []
 
 
 def _sampling_problems(section: Mapping[str, Any], source: JobSource) -> list[str]:

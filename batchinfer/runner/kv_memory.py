@@ -13,7 +13,8 @@ import torch
 from batchinfer.attention.backend import AttentionBackend, kv_bytes
 from batchinfer.attention.context import LayerCache
 from batchinfer.attention.spec import AttentionSpec
-from batchinfer.errors import ConfigError, OutOfMemory
+from batchinfer.cost import check_pool
+from batchinfer.errors import OutOfMemory
 from batchinfer.runner.host import free_host_memory
 from batchinfer.types.step import KVGroup
 
@@ -80,13 +81,7 @@ def resolve_num_blocks(
             source = f"auto: max_num_seqs sequences of {length} tokens"
     else:
         num_blocks, source = int(kv_cache_memory) // block_bytes, "engine.kv_cache_memory"
-    if num_blocks < per_sequence:
-        need = per_sequence * block_bytes
-        raise ConfigError(
-            f"KV cache of {num_blocks * block_bytes / 2**20:.0f} MiB ({source}) can't hold one sequence of "
-            f"engine.max_model_len {max_model_len} tokens, which takes {need / 2**20:.0f} MiB; lower "
-            "engine.max_model_len or raise engine.kv_cache_memory"
-        )
+    check_pool(num_blocks, source, block_bytes=block_bytes, block_size=block_size, max_model_len=max_model_len)
     return num_blocks, source
 
 

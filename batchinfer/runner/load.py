@@ -71,18 +71,11 @@ def load_runner(
     facts: dict[str, Fact] = {}
     device = _resolve_device(config.device)
     facts["device"] = Fact(str(device), "auto" if config.device == "auto" else "engine.device")
-    if config.split_size % config.block_size:
-        raise ConfigError(
-            f"engine.split_size {config.split_size} must be a multiple of engine.block_size {config.block_size}"
-        )
     threads, threads_source = _resolve_threads(config.num_threads)
     torch.set_num_threads(threads)
     facts["num_threads"] = Fact(threads, threads_source)
     arithmetic = _resolve_arithmetic(files, config, device)
-    if config.cuda_graphs is True and arithmetic.kernels != "triton":
-        raise ConfigError(
-            f"engine.cuda_graphs: true needs engine.kernels triton, here they are {arithmetic.kernels}; leave it out"
-        )
+    config.check_kernels(arithmetic.kernels)
     facts["instruction_level"] = _instruction_fact(arithmetic, device)
     facts["torch"] = Fact(torch.__version__, "installed")
 

@@ -97,9 +97,10 @@ def test_fake_rows_do_not_depend_on_anything_else(
     seed: int, max_num_seqs: int, budget: int, cache: bool, block_size: int, pool_tokens: int, order: str
 ) -> None:
     # The fake's tokens follow its block size, through the block that is mixed in: only that is held the same.
-    plain = fake(block_size=block_size, num_blocks=160, enable_prefix_caching=False, max_num_seqs=1)
+    sizes = {"block_size": block_size, "split_size": 16 * block_size}
+    plain = fake(**sizes, num_blocks=160, enable_prefix_caching=False, max_num_seqs=1)
     engine = fake(
-        block_size=block_size,
+        **sizes,
         num_blocks=-(-pool_tokens // block_size),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,

@@ -102,7 +102,7 @@ output:
   path: out
   columns: 5
 sampling: {temprature: 0.5, top_p: 3}
-engine: {max_tokens: 5, max_num_seqs: many}
+engine: {max_tokens: 5, max_num_seqs: many, block_size: 20}
 cluser: {workers: 2}
 """
     message = refused(tmp_path, text)
@@ -116,10 +116,11 @@ cluser: {workers: 2}
         ":12: sampling.top_p must be above 0 and at most 1, got 3",
         ":13: unknown key engine.max_tokens; did you mean sampling.max_tokens?",
         ":13: engine.max_num_seqs must be auto or an integer, got 'many'",
+        ":13: engine.split_size 256 must be a multiple of engine.block_size 20; use split_size 260, or another",
         ":14: unknown key cluser; did you mean cluster?",
     ):
         assert part in message, message
-    assert "9 problems" in message
+    assert "10 problems" in message
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,16 @@ cluser: {workers: 2}
         ("output:", "  chat_template: x\noutput:", "input.chat_template needs input.messages_column"),
         ("output:", "  control_tokens: no\noutput:", "must be auto, text or parse, got false"),
         ("sampling:", "cluster: {kind: ray}\nsampling:", "cluster.kind must be local, got 'ray'"),
+        (
+            "sampling:",
+            "engine: {split_size: 250}\nsampling:",
+            "engine.split_size 250 must be a multiple of engine.block_size 16; use split_size 256, or another",
+        ),
+        (
+            "sampling:",
+            "engine: {block_size: 48}\nsampling:",
+            "engine.split_size 256 must be a multiple of engine.block_size 48; use split_size 288, or another",
+        ),
     ],
 )
 def test_one_problem_one_line(tmp_path, find, replace, expected):
@@ -153,6 +164,12 @@ def test_one_problem_one_line(tmp_path, find, replace, expected):
     message = refused(tmp_path, GOOD.replace(find, replace))
     assert expected in message
     assert "job.yaml" in message
+
+
+def test_sizes_that_are_wrong_alone_are_not_compared(tmp_path):
+    for sizes in ("block_size: 0, split_size: 250", "block_size: 48, split_size: x", "block_size: null"):
+        message = refused(tmp_path, GOOD.replace("sampling:", f"engine: {{{sizes}}}\nsampling:"))
+        assert "problems" not in message and "multiple" not in message
 
 
 @pytest.mark.parametrize(
