@@ -12,13 +12,14 @@ from typing import Any
 
 from batchinfer_kernels import determinism, gpus, triton_outlook
 from batchinfer_kernels.native import outlook
-from batchinfer_kernels.triton_outlook import unfit_heads, unfit_latents, unfit_width
+from batchinfer_kernels.triton_outlook import unfit_heads, unfit_int8_blocks, unfit_latents, unfit_width
 
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.modelfiles.deepseek_config import DeepseekConfig, is_latent
 from batchinfer.modelfiles.experts_config import ExpertsConfig
-from batchinfer.modelfiles.stored_experts import are_plain, differing_experts
+from batchinfer.modelfiles.llama_config import LlamaConfig
+from batchinfer.modelfiles.stored_experts import StoredExperts, stored_experts
 from batchinfer.modelfiles.stored_quantization import BLOCK, StoredQuantization, stored_quantization
 from batchinfer.modelfiles.supported import read_config
 
@@ -166,7 +167,7 @@ def resolve_arithmetic(
     types = chosen if kv_cache_dtype == "auto" else f"{chosen}, {kv_cache_dtype}"
     wanted_scheme = _stored_scheme(files) or quantization
     unfit = _unfit_for_triton(machine, on_cpu=on_cpu, types=types)
-    of_model = _unfit_model(files, eight_bits=wanted_scheme in _EIGHT_BITS, int8_cache=kv_cache_dtype == "int8")
+    of_model = _unfit_model(files, eight_bits=wanted_scheme in _EIGHT_BITS)
     used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else _auto_gpu_kernels(unfit or of_model))
     if kernels == "triton" and (unfit or of_model) is not None:
         mend = "; leave engine.kernels out, or set it to cpu (torch)" if unfit is None else ""
@@ -217,6 +218,16 @@ def resolve_arithmetic(
     return Arithmetic(**values, instruction_level=level, sources=sources, degraded=degraded)
 
 
+def check_block_size(block_size: int, files: ModelFiles, arithmetic: Arithmetic) -> None:
+    """Raises ConfigError where the model's KV cache can't be in blocks of so many tokens."""
+    if arithmetic.kernels != "triton" or arithmetic.kv_cache_dtype != "int8":
+        return
+    config = read_config(files.config)
+    assert isinstance(config, LlamaConfig)  # latents are not kept in int8
+    if (unfit := unfit_int8_blocks(config.head_dim, block_size)) is not None:
+        raise ConfigError(f"engine.block_size {block_size} does not go with engine.kernels triton: {unfit}")
+
+
 def resolve_dtype(dtype: str, config: Mapping[str, Any], *, on_cpu: bool) -> tuple[str, str]:
     """(name of the dtype, where it came from). "auto" is float32 on the CPU, the checkpoint's own type elsewhere."""
     if dtype in DTYPES:
@@ -264,7 +275,7 @@ def _unfit_for_triton(machine: Machine, *, on_cpu: bool, types: str) -> str | No
     return None
 
 
-def _unfit_model(files: ModelFiles, *, eight_bits: bool, int8_cache: bool) -> str | None:
+def _unfit_model(files: ModelFiles, *, eight_bits: bool) -> str | None:
     """Why Triton's kernels can't run a model of these sizes, stored as it is; None where they can, and where its config
     can't be read, which is refused elsewhere. eight_bits: of products' inputs as well as of weights."""
     try:
@@ -278,7 +289,8 @@ def _unfit_model(files: ModelFiles, *, eight_bits: bool, int8_cache: bool) -> st
         widths["q_lora_rank"] = config.q_rank or 0
         results, of_results = config.num_heads * config.value_dim, "num_attention_heads times v_head_dim"
     else:
-        unfit, keys = unfit_heads(config.head_dim, int8_cache=int8_cache), "head_dim"
+        unfit = unfit_heads(config.head_dim)
+        keys = "head_dim" if files.config.get("head_dim") else "hidden_size over num_attention_heads"
         results, of_results = config.num_heads * config.head_dim, "num_attention_heads times head_dim"
     if eight_bits:
         widths[of_results] = results
@@ -288,22 +300,22 @@ def _unfit_model(files: ModelFiles, *, eight_bits: bool, int8_cache: bool) -> st
     if unfit is not None:
         return f"{unfit} ({keys} in the model's config)"
     experts = next((experts for experts in config.experts if experts is not None), None)
-    if stored is None or experts is None or are_plain(files.tensors, stored):
+    if stored is None or experts is None:
         return None
-    return _unfit_experts(files, stored, experts)
+    return _unfit_experts(stored_experts(files.tensors, stored, config.num_layers), stored, experts)
 
 
-def _unfit_experts(files: ModelFiles, stored: StoredQuantization, experts: ExpertsConfig) -> str | None:
+def _unfit_experts(found: StoredExperts, stored: StoredQuantization, experts: ExpertsConfig) -> str | None:
     """Why such experts of a checkpoint can't be multiplied together; None where they can."""
-    if (difference := differing_experts(files.tensors, stored)) is not None:
-        return f"experts are stored in different ways, and can't be multiplied together: {difference}"
-    if stored.act_order and stored.group != -1:
+    if found.difference is not None:
+        return f"experts are stored in different ways, and can't be multiplied together: {found.difference}"
+    if (found.gate_up or found.down) and stored.act_order and stored.group != -1:
         return (
             "experts whose inputs have orders of their own (desc_act in quantization_config) can't be multiplied "
             "together"
         )
     inner = experts.intermediate_size
-    if stored.splits((inner, inner)):
+    if found.gate_up and stored.splits((inner, inner)):
         return (
             f"an expert's gate and up can't be one product: their {inner} outputs each (moe_intermediate_size, or "
             f"intermediate_size, in the model's config) are no multiple of the {BLOCK} that share a scale"

@@ -26,7 +26,7 @@ from batchinfer_kernels.triton.attention import (
     launch_config,
 )
 from batchinfer_kernels.triton.merge import merge_splits
-from batchinfer_kernels.triton_outlook import unfit_heads, unfit_latents
+from batchinfer_kernels.triton_outlook import unfit_heads, unfit_int8_blocks, unfit_latents
 from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
@@ -82,7 +82,9 @@ class TritonAttention:
     ) -> None:
         if split_size % block_size:
             raise ValueError(f"split_size {split_size} is not a multiple of block_size {block_size}")
-        _refuse(unfit_heads(spec.head_dim, int8_cache=kv_dtype == torch.int8))
+        _refuse(unfit_heads(spec.head_dim))
+        if kv_dtype == torch.int8:
+            _refuse(unfit_int8_blocks(spec.head_dim, block_size))
         self.kv_dtype = kv_dtype
         group = spec.num_heads // spec.num_kv_heads
         self.kinds: dict[int, str] = {}

@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import batchinfer
-from batchinfer.arithmetic import Arithmetic, Machine, no_gpu, resolve_arithmetic, this_machine, why_no_gpu
+from batchinfer.arithmetic import (
+    Arithmetic,
+    Machine,
+    check_block_size,
+    no_gpu,
+    resolve_arithmetic,
+    this_machine,
+    why_no_gpu,
+)
 from batchinfer.cost import ModelShape, check_pool
 from batchinfer.data.dataset import InputDataset, Kind, open_dataset
 from batchinfer.data.fs import check_output_path, is_foreign
@@ -309,6 +317,7 @@ def _check_engine(job: ResolvedJob, files: ModelFiles) -> None:
     """Raises ConfigError where the job's engines would, when they load, for what is known now."""
     config, arithmetic = job.engine_config, job.arithmetic
     config.check_kernels(arithmetic.kernels)
+    check_block_size(config.block_size, files, arithmetic)
     shape = ModelShape.from_config(files.config)
     if shape is None or config.kv_cache_memory == "auto":
         return

@@ -18,7 +18,7 @@ from batchinfer_kernels.native import library, outlook
 from batchinfer_kernels.probe import STRICT, RowFacts, RowRule, find_row_rule
 from batchinfer_kernels.table import resolve
 
-from batchinfer.arithmetic import USER, Arithmetic, resolve_arithmetic, this_machine
+from batchinfer.arithmetic import USER, Arithmetic, check_block_size, resolve_arithmetic, this_machine
 from batchinfer.attention.backend import AttentionBackend, make_attention, why_not_c
 from batchinfer.attention.context import LayerCache
 from batchinfer.attention.tiles import product_tiles
@@ -76,6 +76,7 @@ def load_runner(
     facts["num_threads"] = Fact(threads, threads_source)
     arithmetic = _resolve_arithmetic(files, config, device)
     config.check_kernels(arithmetic.kernels)
+    check_block_size(config.block_size, files, arithmetic)
     facts["instruction_level"] = _instruction_fact(arithmetic, device)
     facts["torch"] = Fact(torch.__version__, "installed")
 

@@ -8,6 +8,7 @@ before a model is loaded.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 
 NOT_INSTALLED = "the package triton is not installed (pip install triton)"
@@ -18,7 +19,7 @@ NO_GPU = (
 
 MOST_HEAD_DIM = 256
 # Of int8 caches: a head's codes in a block are followed by float32 scales, whose addresses are multiples of 4.
-INT8_HEAD_DIM_MULTIPLE = 4
+_SCALE_ALIGNMENT = 4
 # A block of latents, which is keys and values, is held whole in shared memory, and the queries' with it: these fill
 # what a GPU of compute capability 8.6 or 8.9 has.
 LEAST_LATENT, MOST_LATENT, MOST_ROTATED = 16, 512, 256
@@ -35,16 +36,20 @@ def obstacle(*, on_cpu: bool) -> str | None:
     return None
 
 
-def unfit_heads(head_dim: int, *, int8_cache: bool) -> str | None:
-    """Why there is no attention of such heads, None where there is; a rule for each kind of KV cache."""
-    if head_dim > MOST_HEAD_DIM:
-        return f"heads have {head_dim} dimensions, and at most {MOST_HEAD_DIM} can be"
-    if int8_cache and head_dim % INT8_HEAD_DIM_MULTIPLE:
-        return (
-            f"heads have {head_dim} dimensions, and with a KV cache in int8 only multiples of "
-            f"{INT8_HEAD_DIM_MULTIPLE} can be"
-        )
-    return None
+def unfit_heads(head_dim: int) -> str | None:
+    """Why there is no attention of such heads, None where there is."""
+    return f"heads have {head_dim} dimensions, and at most {MOST_HEAD_DIM} can be" if head_dim > MOST_HEAD_DIM else None
+
+
+def unfit_int8_blocks(head_dim: int, block_size: int) -> str | None:
+    """Why a KV cache in int8 of such heads can't be in blocks of so many tokens, None where it can."""
+    if head_dim * block_size % _SCALE_ALIGNMENT == 0:
+        return None
+    multiple = _SCALE_ALIGNMENT // math.gcd(head_dim, _SCALE_ALIGNMENT)
+    return (
+        f"a KV cache in int8 of heads of {head_dim} dimensions needs blocks of a multiple of {multiple} tokens, not of "
+        f"{block_size}"
+    )
 
 
 def unfit_latents(rank: int, rotated: int) -> str | None:

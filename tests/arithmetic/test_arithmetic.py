@@ -167,10 +167,10 @@ INT8_CACHE = {"kv_cache_dtype": "int8"}
     [
         ("llama", {"head_dim": 264}, {}, "heads have 264 dimensions, and at most 256 .*head_dim in the model's config"),
         (
-            "qwen3",
-            {"head_dim": 26},
-            INT8_CACHE,
-            "heads have 26 dimensions, and with a KV cache in int8 only multiples of 4",
+            "mistral",
+            {"head_dim": None, "hidden_size": 1056},
+            {},
+            "heads have 264 dimensions, .*hidden_size over num_attention_heads in the model's config",
         ),
         ("mistral", {"hidden_size": 16_388}, {}, "rows have 16,388 numbers, and at most 16,384 can be .hidden_size"),
         (
@@ -229,7 +229,7 @@ def test_sizes_that_triton_has_no_kernels_for(
     ("family", "sizes", "options"),
     [
         ("llama", {"head_dim": 256}, INT8_CACHE),
-        ("qwen3", {"head_dim": 26}, {}),
+        ("qwen3", {"head_dim": 26}, INT8_CACHE),
         ("mistral", {"hidden_size": 16_384}, {}),
         ("llama", {"num_attention_heads": 128, "head_dim": 128}, EIGHT),
         ("deepseek-v2", LATENT | {"qk_rope_head_dim": 256}, {}),

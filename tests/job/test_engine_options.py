@@ -165,3 +165,12 @@ def test_a_pool_that_holds_one_sequence_and_not_a_byte_less(
     assert early is not None and early == refused(lambda: load(least - 1))
     assert "(engine.kv_cache_memory) can't hold one sequence of engine.max_model_len 33 tokens" in early
     assert "lower engine.max_model_len or raise engine.kv_cache_memory" in early
+
+
+def test_blocks_that_an_int8_cache_of_triton_s_kernels_can_not_be_in(tiny: Callable[..., str], job: MakeJob) -> None:
+    model = {"path": tiny("llama", head_dim=26), "kv_cache_dtype": "int8"}
+    for block_size, device, says in ((7, "cuda", "multiple of 2 tokens, not of 7"), (6, "cuda", ""), (7, "cpu", "")):
+        sizes = {"block_size": block_size, "split_size": 2 * 16 * block_size}
+        found = refused(lambda device=device, sizes=sizes: job(H200, model, device=device, **sizes))  # type: ignore[misc]
+        assert (found or "").endswith(says) and (found is None) == (says == "")
+        assert found is None or found.startswith("engine.block_size 7 does not go with engine.kernels triton: ")

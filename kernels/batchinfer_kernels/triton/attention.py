@@ -30,7 +30,7 @@ from torch import Tensor
 
 from batchinfer_kernels import kv8
 from batchinfer_kernels.triton.variants import Variant
-from batchinfer_kernels.triton_outlook import unfit_heads
+from batchinfer_kernels.triton_outlook import unfit_heads, unfit_int8_blocks
 from batchinfer_kernels.tuning import Config, config
 
 KIND, FEW, MANY = "attention", "attention_few", "attention_many"
@@ -367,7 +367,8 @@ def attend(
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     row = (block_size * (head_dim + kv8.SCALE_BYTES),) if cache_format == INT8 else (block_size, head_dim)
     assert k_cache.shape[2:] == row and v_cache.shape == k_cache.shape and v_cache.dtype == k_cache.dtype
-    assert num_heads % num_kv_heads == 0 and unfit_heads(head_dim, int8_cache=cache_format == INT8) is None
+    assert cache_format != INT8 or unfit_int8_blocks(head_dim, block_size) is None
+    assert num_heads % num_kv_heads == 0 and unfit_heads(head_dim) is None
     check_partial(plan, partial, log_sums, num_heads, head_dim)
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,) and sinks.is_contiguous())
     group = num_heads // num_kv_heads

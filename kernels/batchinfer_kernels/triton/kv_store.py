@@ -20,7 +20,7 @@ from torch import Tensor
 from batchinfer_kernels import kv8
 from batchinfer_kernels.triton.attention import FP8, INT8, PLAIN, TilePlan, format_of, scale_arguments
 from batchinfer_kernels.triton.variants import Variant
-from batchinfer_kernels.triton_outlook import unfit_heads
+from batchinfer_kernels.triton_outlook import unfit_heads, unfit_int8_blocks
 from batchinfer_kernels.tuning import CAPABILITIES, Config, config
 from batchinfer_kernels.turning import Turning
 
@@ -279,7 +279,8 @@ def store(
     for weight in (at.q_weight, at.k_weight):
         assert weight is None or (weight.dtype == q.dtype and weight.shape == (head_dim,))
     cache_format = format_of(k_cache.dtype)
-    assert 2 * half <= head_dim and unfit_heads(head_dim, int8_cache=cache_format == INT8) is None
+    assert cache_format != INT8 or unfit_int8_blocks(head_dim, block_size) is None
+    assert 2 * half <= head_dim and unfit_heads(head_dim) is None
     writes_q = half > 0 or at.q_weight is not None or cache_format == INT8
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if writes_q else q.contiguous()
     launch: dict[str, Any] = fitting(

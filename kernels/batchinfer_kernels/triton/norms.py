@@ -51,9 +51,8 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """`reference.rms_norm` of x [..., H], contiguous, H up to
-    `triton_outlook.MOST_WIDTH`; with a residual of that shape and dtype, of
-    residual + x, which overwrites it."""
+    """`reference.rms_norm` of x [..., H], contiguous, H up to `triton_outlook.MOST_WIDTH`; with a residual of that
+    shape and dtype, of residual + x, which overwrites it."""
     out = torch.empty_like(x)
     _launch(x, weight, eps, residual, out, out, None)
     return out

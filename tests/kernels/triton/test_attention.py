@@ -94,19 +94,24 @@ def test_coarse_caches(kv_dtype: torch.dtype, head_dim: int, dtype: torch.dtype)
     assert error.max() < (most + 0.05 if dtype == torch.bfloat16 else most)
 
 
-def test_int8_codes_in_blocks_of_an_odd_size() -> None:
+@pytest.mark.parametrize(("head_dim", "block_size"), [(20, 5), (18, 6)])
+def test_int8_codes_in_blocks_of_an_odd_size(head_dim: int, block_size: int) -> None:
     """Their scales stand behind them, at addresses of float32."""
-    paged = Paged(spec_of(20), 13, kv_dtype=torch.int8, block_size=5, split_size=15)
+    paged = Paged(spec_of(head_dim), 13, kv_dtype=torch.int8, block_size=block_size, split_size=3 * block_size)
     check_against_reference(paged, WIDE, [18, 1], ulps=8.0)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "kv_dtype", "what"),
-    [(264, WIDE, "264 dimensions"), (18, torch.int8, "18 dimensions, and with a KV cache")],
+    [
+        (264, WIDE, "heads have 264 dimensions, and at most 256"),
+        (18, torch.int8, "heads of 18 dimensions needs blocks of a multiple of 2 tokens, not of 5"),
+        (15, torch.int8, "heads of 15 dimensions needs blocks of a multiple of 4 tokens, not of 5"),
+    ],
 )
 def test_heads_that_tiles_can_not_have_are_refused(head_dim: int, kv_dtype: torch.dtype, what: str) -> None:
-    with pytest.raises(ConfigError, match=rf"kernels triton can't be used here: heads have {what}.*; use .* cpu"):
-        Paged(spec_of(head_dim), 1, kv_dtype=kv_dtype)
+    with pytest.raises(ConfigError, match=rf"kernels triton can't be used here: .*{what}.*; use .* cpu"):
+        Paged(spec_of(head_dim), 1, kv_dtype=kv_dtype, block_size=5, split_size=15)
 
 
 @pytest.mark.parametrize("split_size", [4, 80])

@@ -17,7 +17,8 @@ from batchinfer_kernels.table import resolve
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from batchinfer.errors import ModelError
+from batchinfer.arithmetic import Machine, resolve_arithmetic
+from batchinfer.errors import ConfigError, ModelError
 from batchinfer.layers import LayerMaker, SparseMLP
 from batchinfer.layers.experts import Router
 from batchinfer.modelfiles import StoredTensor, open_model
@@ -195,6 +196,40 @@ def test_experts_that_are_stored_in_different_ways_are_refused_before_any_is_rea
         load(folder, "reference", "awq")
         assert read
         read.clear()
+
+
+# Which of a checkpoint's layers are stored plain.
+LEFT: dict[str, Callable[[str], bool]] = {
+    "none": lambda layer: False,
+    "experts": lambda layer: ".experts." in layer,
+    "downs": lambda layer: layer.endswith(".w2"),
+    "gates and ups": lambda layer: layer.endswith((".w1", ".w3")),
+    "one up": lambda layer: layer.endswith(".experts.2.w3"),
+    "one expert": lambda layer: ".experts.2." in layer,
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("stored", ["gptq-order", "gptq-v2", "awq", "fp8-blocks", "w8a8"])
+def test_what_the_loader_refuses_is_told_before_and_nothing_else(
+    tiny_folder: TinyFolder, tmp_path: Path, stored: str, left: str
+) -> None:
+    shutil.copytree(tiny_folder("mixtral", **SMALL), tmp_path / "model")
+    quantize_folder(tmp_path / "model", stored, leave=LEFT[left])
+    machine = Machine(vector_level="avx512", product_level="avx512", triton_on_cpu=None, triton_on_gpu=None)
+    refused = []
+    for run in (
+        lambda: resolve_arithmetic(
+            open_model(str(tmp_path / "model")), machine, dtype=DTYPE, kernels="triton", device=str(DEVICE)
+        ),
+        lambda: load(tmp_path / "model", "triton", stored.partition("-")[0]),
+    ):
+        try:
+            run()
+            refused.append(False)
+        except (ConfigError, ModelError):
+            refused.append(True)
+    assert refused[0] == refused[1]
 
 
 def test_a_layer_that_is_stored_plain_stays_plain(tiny_folder: TinyFolder, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from batchinfer.config import EngineConfig
+from batchinfer.errors import ConfigError
 from batchinfer.modelfiles import open_model
 from batchinfer.runner.load import load_runner
 from batchinfer.runner.local import LocalRunner
@@ -91,3 +92,18 @@ def test_a_part_of_each_head_is_rotated(tmp_path: Path) -> None:
 
     assert open_model(path).config["rope_dimension_count"] == 8
     check(make, most=1e-3)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(26, 7), (26, 6), (20, 7)])
+def test_blocks_that_an_int8_cache_can_not_be_in(make_runner: MakeRunner, head_dim: int, block_size: int) -> None:
+    """Refused before the model is loaded; no other kernels mind."""
+    sizes = {**SIZES, "block_size": block_size, "split_size": 2 * block_size, "kv_cache_dtype": "int8"}
+    make_runner("llama", {**SMALL, "head_dim": head_dim}, kernels="reference", **HERE, **sizes)
+    if head_dim * block_size % 4 == 0:
+        make_runner("llama", {**SMALL, "head_dim": head_dim}, kernels="triton", **HERE, **sizes)
+        return
+    message = (
+        r"engine\.block_size 7 does not go with engine\.kernels triton: .*26 dimensions needs blocks of a multiple of 2"
+    )
+    with pytest.raises(ConfigError, match=message):
+        make_runner("llama", {**SMALL, "head_dim": head_dim}, kernels="triton", **HERE, **sizes)
