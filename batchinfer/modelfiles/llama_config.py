@@ -69,6 +69,16 @@ class LlamaConfig:
     rope: RopeConfig
     experts: tuple[ExpertsConfig | None, ...]  # one per layer; None: one MLP
 
+    def product_shapes(self) -> list[tuple[int, int]]:
+        """[N, K] of the weights of products, of N what decides how they are; the head's is left out."""
+        hidden, inner, results = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
+        shapes = [(2 * inner, hidden), (hidden, inner)] + [(hidden, results)] * (results != hidden)
+        for experts in dict.fromkeys(experts for experts in self.experts if experts is not None):
+            shapes.append((64, hidden))  # of routers
+            for inner in filter(None, (experts.intermediate_size, experts.shared_size)):
+                shapes += [(2 * inner, hidden), (hidden, inner)]
+        return shapes
+
     @classmethod
     def from_config(cls, architecture: str, config: Mapping[str, Any]) -> LlamaConfig:
         variant = ARCHITECTURES[architecture]

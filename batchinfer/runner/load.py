@@ -25,8 +25,8 @@ from batchinfer.attention.tiles import product_tiles
 from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError, OutOfMemory
 from batchinfer.modelfiles import ModelFiles
-from batchinfer.modelfiles.deepseek_config import DeepseekConfig, is_latent
-from batchinfer.modelfiles.supported import architecture_of
+from batchinfer.modelfiles.deepseek_config import DeepseekConfig
+from batchinfer.modelfiles.supported import architecture_of, read_config
 from batchinfer.models import CausalLM, load_model
 from batchinfer.models.dtype import DTYPES, KV_CACHE_DTYPES
 from batchinfer.models.registry import ALL_LINEAR
@@ -307,56 +307,25 @@ def _linear_in_c(files: ModelFiles, arithmetic: Arithmetic) -> bool:
 
 
 def _probe(files: ModelFiles, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> RowFacts:
-    if is_latent(files.config):
-        at = DeepseekConfig.from_config(architecture_of(files.config), files.config)
-        return _find_rule(
-            at.product_shapes(),
-            config,
-            device,
-            dtype,
-            wide=at.router_shapes(),
-            head_dim=at.row_size,
-            num_heads=at.num_heads,
-            num_kv_heads=1,
-        )
-
-    def size(key: str, default: int) -> int:
-        value = files.config.get(key)
-        return value if isinstance(value, int) and value > 0 else default
-
-    hidden, heads = size("hidden_size", 64), size("num_attention_heads", 1)
-    inner, head_dim = size("intermediate_size", 4 * hidden), size("head_dim", hidden // heads)
-    kv_heads = size("num_key_value_heads", heads)
-    q_size = heads * head_dim
-    shapes = [(2 * inner, hidden), (hidden, inner)] + [(hidden, q_size)] * (q_size != hidden)
-    if expert := size("moe_intermediate_size", inner if "num_local_experts" in files.config else 0):
-        shapes += [(2 * expert, hidden), (hidden, expert), (64, hidden)]  # the last of routers
-    if shared := size("shared_expert_intermediate_size", 0):
-        shapes += [(2 * shared, hidden), (hidden, shared)]
-    return _find_rule(shapes, config, device, dtype, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads)
-
-
-def _find_rule(
-    shapes: list[tuple[int, int]],
-    config: EngineConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    head_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    wide: list[tuple[int, int]] | None = None,
-) -> RowFacts:
+    model = read_config(files.config)
+    if isinstance(model, DeepseekConfig):
+        wide, head_dim, num_kv_heads = model.router_shapes(), model.row_size, 1
+    else:
+        wide, head_dim, num_kv_heads = [], model.head_dim, model.num_kv_heads
     tiles = partial(
         product_tiles,
         head_dim=head_dim,
-        group=max(1, num_heads // num_kv_heads),
+        group=model.num_heads // num_kv_heads,
         num_kv_heads=num_kv_heads,
         split_size=config.split_size,
         block_size=config.block_size,
     )
     return find_row_rule(
-        shapes, wide=wide or (), attention=lambda rule: tiles(rule=rule), dtype=dtype, device=str(device)
+        model.product_shapes(),
+        wide=wide,
+        attention=lambda rule: tiles(rule=rule),
+        dtype=dtype,
+        device=str(device),
     )
 
 

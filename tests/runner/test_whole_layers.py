@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from batchinfer_kernels.native import library
-from batchinfer_kernels.probe import RowFacts, find_row_rule
+from batchinfer_kernels.probe import STRICT, AttentionTiles, RowFacts, RowRule, find_row_rule
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchinfer.config import EngineConfig
+from batchinfer.modelfiles import open_model
 from batchinfer.runner import load
 from batchinfer.runner.local import LocalRunner
 from batchinfer.testing.step_driver import GREEDY, StepDriver
-from batchinfer.testing.tiny import FAMILIES, VOCAB_SIZE
+from batchinfer.testing.tiny import FAMILIES, VOCAB_SIZE, make_tiny
 from batchinfer.types.request import SamplingParams
 
 MakeRunner = Callable[..., LocalRunner]
@@ -179,6 +183,32 @@ def test_products_of_all_experts_are_measured(make_runner: MakeRunner, monkeypat
     monkeypatch.setattr(load, "find_row_rule", find)
     make_runner("qwen2-moe", quantization="none")
     assert {(2 * inner, 64) for inner in (160, 80, 48)} | {(64, inner) for inner in (160, 80, 48)} <= set(tried)
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "expected"), [("qwen3", None, 128), ("llama", None, 16), ("mistral", 24, 24)]
+)
+def test_heads_are_measured_that_the_model_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, given: int | None, expected: int
+) -> None:
+    """Also where config.json does not say how large they are: Qwen3's are of 128 dimensions then."""
+    folder = make_tiny(tmp_path / "model", family, head_dim=expected)
+    config = json.loads((folder / "config.json").read_text())
+    del config["head_dim"]
+    (folder / "config.json").write_text(json.dumps(config | ({"head_dim": given} if given else {})))
+    tried: list[AttentionTiles] = []
+
+    def find(
+        shapes: list[tuple[int, int]], *, attention: Callable[[RowRule], AttentionTiles], **options: Any
+    ) -> RowFacts:
+        tried.append(attention(STRICT))
+        assert ((64, 4 * expected) in shapes) == (expected != 16)
+        return find_row_rule(shapes, attention=attention, **options)
+
+    monkeypatch.setattr(load, "find_row_rule", find)
+    options: dict[str, Any] = {"quantization": "none", "num_threads": 1, "kv_cache_memory": 16 << 20}
+    load.load_runner(open_model(str(folder)), EngineConfig(model=str(folder), **options))
+    assert [tiles.head_dim for tiles in tried] == [expected]
 
 
 @pytest.mark.parametrize(("family", "expected"), [("deepseek-v3", [(64, 64)]), ("qwen2-moe", [])])
