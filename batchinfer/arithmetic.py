@@ -165,9 +165,9 @@ def resolve_arithmetic(
         put("kv_cache_dtype", kv_cache_dtype, (chosen, "auto: model.dtype"))
         return Arithmetic(**values, instruction_level=None, sources=sources | {"instruction_level": "model"})
     types = chosen if kv_cache_dtype == "auto" else f"{chosen}, {kv_cache_dtype}"
-    wanted_scheme = _stored_scheme(files) or quantization
+    stored = _stored_scheme(files)
     unfit = _unfit_for_triton(machine, on_cpu=on_cpu, types=types)
-    of_model = _unfit_model(files, eight_bits=wanted_scheme in _EIGHT_BITS)
+    of_model = _unfit_model(files, eight_bits=(stored or quantization) in _EIGHT_BITS)
     used = put("kernels", kernels, _auto_kernels(machine) if on_cpu else _auto_gpu_kernels(unfit or of_model))
     if kernels == "triton" and (unfit or of_model) is not None:
         mend = "; leave engine.kernels out, or set it to cpu (torch)" if unfit is None else ""
@@ -178,7 +178,6 @@ def resolve_arithmetic(
         raise ConfigError(
             f"engine.kernels native can't be used here: {_with_mend(machine)}, or set engine.kernels to cpu"
         )
-    stored = _stored_scheme(files)
     if stored is not None:
         put("quantization", quantization, (stored, f"auto: the checkpoint's {stored}"))
     else:

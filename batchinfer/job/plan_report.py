@@ -20,6 +20,7 @@ from batchinfer.arithmetic import Arithmetic, resolve_arithmetic, this_machine
 from batchinfer.cost import Device, JobTokens, ModelShape, Prediction, find_device, predict
 from batchinfer.data.cursors import close_cursors
 from batchinfer.data.prepared import PreparedRows
+from batchinfer.errors import ConfigError
 from batchinfer.job.context import JobContext, open_context
 from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.planner import iter_prepared_batches
@@ -255,14 +256,17 @@ def _predict_on(
     if shape is None or not rows:
         return None, _NO_SHAPE if shape is None else "no prediction: there is no good row"
     model = job.spec.model
-    arithmetic = resolve_arithmetic(
-        files,
-        replace(this_machine(), triton_on_gpu=None),
-        dtype=model.dtype,
-        quantization=model.quantization,
-        kv_cache_dtype=model.kv_cache_dtype,
-        device="cuda",
-    )
+    try:
+        arithmetic = resolve_arithmetic(
+            files,
+            replace(this_machine(), triton_on_gpu=None),
+            dtype=model.dtype,
+            quantization=model.quantization,
+            kv_cache_dtype=model.kv_cache_dtype,
+            device="cuda",
+        )
+    except ConfigError as error:  # the job may well run where it is planned
+        return None, f"no prediction: {error}"
     found = predict(
         shape,
         device,

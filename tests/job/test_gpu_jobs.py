@@ -11,6 +11,7 @@ import pytest
 from batchinfer_kernels import gpus
 
 from batchinfer.arithmetic import Machine, this_machine
+from batchinfer.cost import find_device
 from batchinfer.errors import ConfigError, ResumeRefused
 from batchinfer.job.manifest import freeze_job, load_manifest
 from batchinfer.job.plan_report import plan_report
@@ -200,6 +201,17 @@ def test_a_plan_predicts_for_the_gpu_and_not_for_the_cpu(job):
     assert report.on_device.weights in ("bfloat16", "float16")
     assert plan_report(job(replace(H200, gpu_name="NVIDIA X1"), CUDA)).on_device is None
     assert plan_report(job(H200)).on_device is None and plan_report(job(H200)).predicted_s is not None
+
+
+def test_a_plan_says_why_a_gpu_could_not_have_the_job(job, tmp_path):
+    """Which the CPU can: that of the arithmetic of its own is no reason to refuse the plan."""
+    model = make_tiny(tmp_path / "model", "deepseek-v2", qk_rope_head_dim=16)
+    found = job(CPU, f"model.path={model}", "model.dtype=bfloat16", "model.kv_cache_dtype=float16")
+    report = plan_report(found, device=find_device("H100"))
+    assert report.predicted_s is not None and report.on_device is None
+    assert report.off_device is not None and report.off_device.startswith(
+        "no prediction: model.kv_cache_dtype float16: with engine.kernels triton the cache of latent attention"
+    )
 
 
 def test_a_plan_counts_the_scales_of_a_checkpoint(job, model, tmp_path):
