@@ -5,6 +5,8 @@ Reading weights is not needed to know it; what only the machine knows (free memo
 
 from __future__ import annotations
 
+import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from batchinfer.job.manifest import ResolvedJob
 from batchinfer.job.resolve import resolve_job
 from batchinfer.job.spec import EngineSpec
 from batchinfer.testing.tiny import make_tiny
+from batchinfer.testing.tiny_quantized import quantize_folder
 
 prepare()
 
@@ -99,6 +102,40 @@ def test_what_the_engine_refuses_the_job_is_refused_for(
         early = refused(lambda options=options: job(None, model, **options))  # type: ignore[misc]
         assert (early is None) == (late is None), (value, early, late)
         assert not shop.output.exists()
+
+
+@pytest.mark.parametrize("stored", [None, "gptq-order", "fp8-channel"])
+@pytest.mark.parametrize("family", ["llama", "deepseek-v2", "qwen3-moe"])
+def test_options_together_are_refused_in_the_same_words(
+    tiny: Callable[..., str], job: MakeJob, tmp_path: Path, family: str, stored: str | None
+) -> None:
+    """Of the model and of its engine, a few dozen of all there are."""
+    path = tiny(family)
+    if stored is not None:
+        shutil.copytree(path, tmp_path / "model")
+        quantize_folder(tmp_path / "model", stored)
+        path = str(tmp_path / "model")
+    rng, outcomes = random.Random(f"{family} {stored}"), set()
+    for _ in range(40):
+        model: dict[str, Any] = {
+            "dtype": rng.choice(("auto", "auto", "float32", "bfloat16")),
+            "quantization": rng.choice(("auto", "auto", "none", "int8", "fp8")),
+            "kv_cache_dtype": rng.choice(("auto", "auto", "float32", "bfloat16", "int8")),
+        }
+        block_size = rng.choice((8, 48))
+        engine: dict[str, Any] = {
+            "kernels": rng.choice(("auto", "auto", "native", "cpu")),
+            "block_size": block_size,
+            "split_size": 8 * block_size,
+            "kv_cache_memory": rng.choice((1 << 15, 1 << 20)),
+            "max_model_len": rng.choice((20, 100)),
+            rng.choice(("cuda_graphs", "async_scheduling")): rng.choice(("auto", "auto", "auto", True)),
+        }
+        late = refused(lambda: load_engine(EngineConfig(model=path, num_threads=1, **model, **engine)))  # noqa: B023
+        early = refused(lambda: job(None, {"path": path, **model}, **engine))  # noqa: B023
+        assert early == late, (model, engine)
+        outcomes.add(early is None)
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("option", ["cuda_graphs", "async_scheduling"])
