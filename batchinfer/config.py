@@ -32,7 +32,8 @@ class EngineConfig:
     gpu_memory_utilization   the part of a GPU's memory that the engine may take in all, where kv_cache_memory is "auto"
     num_threads         CPU threads of this engine; None: all cores of this process
     block_size          tokens in a KV block
-    split_size          tokens in a KV split of attention; fixes the order of additions, so it is semantic
+    split_size          tokens in a KV split of attention, a multiple of block_size; fixes the order of additions, so it
+                        is semantic
     kernels             native (C), cpu (plain torch), reference (its specification), triton (NVIDIA GPUs); see
                         `arithmetic`. Over an int8 KV cache native also rounds queries and
                         weights (`kv8.split_attention`), the others do not

@@ -171,7 +171,7 @@ class EngineSpec(_Section):
     ] = 0.9
     enable_prefix_caching: bool = True
     block_size: Annotated[int, Field(ge=1, le=256)] = 16
-    split_size: Annotated[int, Field(ge=16)] = 256
+    split_size: Annotated[int, Field(ge=16, description="a multiple of block_size")] = 256
     kernels: Literal["auto", "native", "cpu", "triton"] = Field(
         "auto",
         description="native: C, compiled on first use, for CPUs with AVX-512 VNNI; triton: for NVIDIA GPUs; cpu: torch "

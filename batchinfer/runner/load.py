@@ -26,7 +26,7 @@ from batchinfer.config import EngineConfig
 from batchinfer.errors import ConfigError, OutOfMemory
 from batchinfer.modelfiles import ModelFiles
 from batchinfer.modelfiles.deepseek_config import DeepseekConfig
-from batchinfer.modelfiles.supported import architecture_of, read_config
+from batchinfer.modelfiles.supported import architecture_of, check_supported, read_config
 from batchinfer.models import CausalLM, load_model
 from batchinfer.models.dtype import DTYPES, KV_CACHE_DTYPES
 from batchinfer.models.registry import ALL_LINEAR
@@ -74,6 +74,7 @@ def load_runner(
     threads, threads_source = _resolve_threads(config.num_threads)
     torch.set_num_threads(threads)
     facts["num_threads"] = Fact(threads, threads_source)
+    check_supported(files)
     arithmetic = _resolve_arithmetic(files, config, device)
     config.check_kernels(arithmetic.kernels)
     check_block_size(config.block_size, files, arithmetic)

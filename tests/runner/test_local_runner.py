@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor
 
 from batchinfer.arithmetic import Machine
-from batchinfer.errors import ConfigError, EngineError, OutOfMemory
+from batchinfer.config import EngineConfig
+from batchinfer.errors import ConfigError, EngineError, ModelError, OutOfMemory
+from batchinfer.modelfiles import open_model
 from batchinfer.runner import load
 from batchinfer.runner.local import LocalRunner
 from batchinfer.testing.step_driver import GREEDY, StepDriver
@@ -430,3 +434,12 @@ def test_what_can_not_be_met_is_refused_by_name(options: dict[str, Any], message
         pytest.skip("there is a CUDA device")
     with pytest.raises(ConfigError, match=message):
         make_runner(**options)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek-v2"])
+@pytest.mark.parametrize("kernels", ["auto", "cpu"])
+def test_a_model_that_can_not_run_is_named(tiny_folder: Callable[..., Path], family: str, kernels: str) -> None:
+    """Wherever that is found out first."""
+    path = str(tiny_folder(family, hidden_act="gelu"))
+    with pytest.raises(ModelError, match=rf"^{re.escape(path)}: hidden_act 'gelu' is not supported"):
+        load.load_runner(open_model(path), EngineConfig(model=path, kernels=kernels, kv_cache_memory=16 << 20))
