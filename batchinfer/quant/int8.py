@@ -1,8 +1,8 @@
 """int8 weights and activations of CPUs, made while loading from any stored type; `batchinfer_kernels.int8` has the
 numbers. GPUs have another int8: `w8a8`.
 
-Rows are quantized as they are read, so that a layer is never there in full precision. Layers' sensitive features, and
-so the whole head, are kept in bfloat16. Activations between products are float32.
+Rows are quantized as they are read, so that a layer is never there in full precision. Layers' sensitive features are
+fine; where all are, as those of the head, they are kept in bfloat16. Activations between products are float32.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ class Int8:
 
 
 class Int8Weights:
-    """Int8 output features, then sensitive ones in bfloat16. Products take float32 tensors or QuantizedRows."""
+    """Output features in bytes, then sensitive ones. Products take float32 tensors or QuantizedRows."""
 
     def __init__(self, shape: LinearShape, ops: Ops, device: torch.device, shared: Tensor | None) -> None:
         self.params: dict[str, Tensor] = {}
         self._shape, self._table, self._ops, self._device, self._shared = shape, ops, ops.int8, device, shared
-        self._num_values = shape.out_features - shape.num_sensitive
-        self._takes = {"values": self._num_values > 0, "plain": shape.num_sensitive > 0}
+        self._has_values = shape.num_sensitive < shape.out_features
+        self._takes = {
+            "values": self._has_values,
+            "fine": self._has_values and shape.num_sensitive > 0,
+            "plain": not self._has_values,
+        }
         self._staged: _Rows | None = None
 
     def stored(self, part: str, features: int) -> dict[str, tuple[int, ...]]:
@@ -57,17 +61,17 @@ class Int8Weights:
             rows = _Rows(self._shape, self._ops)
             for start in range(0, self._shape.out_features, _SHARED_ROWS):
                 some = self._shared.data[start : start + _SHARED_ROWS]
-                rows.put(start, some.to("cpu", torch.float32, copy=self._num_values > 0))  # put may overwrite those
+                rows.put(start, some.to("cpu", torch.float32, copy=self._has_values))  # put may overwrite those
         assert rows is not None
-        kept = (rows.values, rows.scales, rows.plain)
-        values, scales, plain = (None if x is None else x.to(self._device) for x in kept)
+        kept = (rows.values, rows.scales, rows.plain, rows.fine)
+        values, scales, plain, fine = (None if x is None else x.to(self._device) for x in kept)
         if self._shape.gated:
             assert values is not None and scales is not None
             gate_values, up_values = values.chunk(2)
             gate_scales, up_scales = scales.chunk(2)
             self.params = self._ops.pack_gated(gate_values, gate_scales, up_values, up_scales)
         else:
-            self.params = self._ops.pack(values, scales, plain)
+            self.params = self._ops.pack(values, scales, plain, fine)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> QuantizedRows:
         return self._ops.rms_norm(x, weight, eps, **self._takes)
@@ -95,32 +99,40 @@ class Int8Weights:
 
 
 class _Rows:
-    """A layer's rows as they come, quantized: values int8 [N8, Kp], scales float32 [N8], plain bfloat16 [N16, K]."""
+    """A layer's rows as they come, quantized: values int8 [N, Kp], scales float32 [N] and, of the last features, fine int8
+    [Nf, Kp]; or plain bfloat16 [N, K]."""
 
     def __init__(self, shape: LinearShape, ops: Int8Ops) -> None:
         self._ops = ops
         self.values: Tensor | None = None
         self.scales: Tensor | None = None
+        self.fine: Tensor | None = None
         self.plain: Tensor | None = None
-        self._num_values = shape.out_features - shape.num_sensitive
-        if self._num_values:
-            padded = -(-shape.in_features // TURNED) * TURNED
-            self.values = torch.empty(self._num_values, padded, dtype=torch.int8)
-            self.scales = torch.empty(self._num_values)
+        self._fine_from = shape.out_features - shape.num_sensitive
+        if not self._fine_from:
+            self.plain = torch.empty(shape.out_features, shape.in_features, dtype=torch.bfloat16)
+            return
+        padded = -(-shape.in_features // TURNED) * TURNED
+        self.values = torch.empty(shape.out_features, padded, dtype=torch.int8)
+        self.scales = torch.empty(shape.out_features)
         if shape.num_sensitive:
-            self.plain = torch.empty(shape.num_sensitive, shape.in_features, dtype=torch.bfloat16)
+            self.fine = torch.empty(shape.num_sensitive, padded, dtype=torch.int8)
 
     def put(self, start: int, rows: Tensor) -> None:
         """Rows float32 [n, K] of the weight from `start` on; they may be overwritten."""
-        split = max(0, min(len(rows), self._num_values - start))
-        if split:
-            assert self.values is not None and self.scales is not None
-            span = slice(start, start + split)
-            self._ops.quantize_weight(rows[:split], self.values[span], self.scales[span])
-        if split < len(rows):
-            assert self.plain is not None
-            first = start + split - self._num_values
-            self.plain[first : first + len(rows) - split] = rows[split:]
+        if self.plain is not None:
+            self.plain[start : start + len(rows)] = rows
+            return
+        assert self.values is not None and self.scales is not None
+        split = max(0, min(len(rows), self._fine_from - start))
+        for some, first in ((rows[:split], start), (rows[split:], start + split)):
+            if not len(some):
+                continue
+            span, fine = slice(first, first + len(some)), None
+            if first >= self._fine_from:
+                assert self.fine is not None
+                fine = self.fine[first - self._fine_from :][: len(some)]
+            self._ops.quantize_weight(some, self.values[span], self.scales[span], fine)
 
 
 class _Part:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from batchinfer_kernels import cpu
-from batchinfer_kernels.int8 import GROUP, LEAST, TURNED, ZERO, QuantizedRows, ReferenceInt8, turn
+from batchinfer_kernels.int8 import (
+    FINER,
+    LEAST,
+    MOST_BLOCKS,
+    TURNED,
+    ZERO,
+    QuantizedRows,
+    ReferenceInt8,
+    group_of,
+    turn,
+)
 from batchinfer_kernels.probe import STRICT, find_row_rule
 from batchinfer_kernels.table import resolve
 from torch import Tensor
 
 OPS = ReferenceInt8(STRICT)
-WIDTHS = (64, 100, 576, 1, 128)
+WIDTHS = (64, 100, 576, 1, 128, 640)  # one group and several, of one length and with a shorter one
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -40,13 +50,25 @@ def dense(values: Tensor, scales: Tensor) -> Tensor:
     return values.double() * scales.double()[:, None]
 
 
+def finer(features: int, width: int, seed: int = 6) -> Tensor:
+    """fine int8 [Nf, Kp]."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-127, 128, (features, padded(width)), generator=draw, dtype=torch.int8)
+
+
 def steps(x: QuantizedRows) -> Tensor:
-    return x.scales.double().repeat_interleave(GROUP, 1)[:, : x.values.shape[1]]
+    return x.scales.double().repeat_interleave(group_of(x.values.shape[1]), 1)[:, : x.values.shape[1]]
 
 
 def dequantized(x: QuantizedRows) -> Tensor:
     """float64 [T, Kp], turned."""
     return (x.values.double() - ZERO) * steps(x)
+
+
+def left_of(x: QuantizedRows) -> Tensor:
+    """What `dequantized` lacks, float64 [T, Kp], turned."""
+    assert x.fine is not None
+    return (x.fine.double() - ZERO) / FINER * steps(x)
 
 
 def hadamard(width: int) -> Tensor:
@@ -55,6 +77,16 @@ def hadamard(width: int) -> Tensor:
     while len(block) < TURNED:
         block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
     return torch.block_diag(*[block / TURNED**0.5] * (padded(width) // TURNED))
+
+
+@pytest.mark.parametrize("blocks", [*range(1, 40), 64, 224, 1000])
+def test_groups_are_few_and_even(blocks: int) -> None:
+    for width in (blocks * TURNED, blocks * TURNED - 5):
+        group = group_of(width) // TURNED
+        assert group_of(width) % TURNED == 0 and 1 <= group <= MOST_BLOCKS
+        groups = -(-blocks // group)
+        assert groups == -(-blocks // MOST_BLOCKS)
+        assert -(-blocks // groups) == group  # none smaller would do
 
 
 @pytest.mark.parametrize("width", [64, 192])
@@ -73,21 +105,27 @@ def test_turning_is_orthogonal_and_leaves_a_product_as_it_is(width: int) -> None
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_quantized_row_is_near_the_row(width: int) -> None:
     x = activations(9, width)
-    x[3, :GROUP] = 0
-    rows = OPS.quantize(x, plain=True)
+    group = group_of(width)
+    x[3, :group] = 0
+    rows = OPS.quantize(x, fine=True, plain=True)
     assert rows.values.shape == (9, padded(width)) and rows.values.is_contiguous()
-    assert rows.scales.shape == (9, -(-padded(width) // GROUP)) and len(rows) == 9
+    assert rows.scales.shape == (9, -(-padded(width) // group)) and len(rows) == 9
     whole = torch.nn.functional.pad(x, (0, padded(width) - width))
     assert ((dequantized(rows) - turn(whole).double()).abs() <= 0.5001 * steps(rows)).all()
+    # (float32 itself is not much finer than that.)
+    nearer = dequantized(rows) + left_of(rows) - turn(whole).double()
+    assert (nearer.abs() <= 0.6 / FINER * steps(rows)).all()
+    assert rows.fine is not None and (rows.fine[3, :group] == ZERO).all()
     # Turned back, what was not there is within the error of the others.
     back = dequantized(rows) @ hadamard(width)
     assert ((back - whole).norm(dim=1) <= 0.5001 * steps(rows).norm(dim=1)).all()
-    assert not rows.scales[3, 0] and (rows.values[3, :GROUP] == ZERO).all()
+    assert not rows.scales[3, 0] and (rows.values[3, :group] == ZERO).all()
     assert rows.plain is not None and torch.equal(rows.plain[:, :width], x.bfloat16())
 
 
 def test_the_largest_of_a_group_is_a_whole_number_of_steps_and_zero_is_zero() -> None:
-    turned = torch.zeros(2, 3 * TURNED)
+    turned = torch.zeros(2, 4 * TURNED)
+    assert group_of(4 * TURNED) == 2 * TURNED
     turned[0, [0, 5, 70, 130]] = torch.tensor([127.0, -3.0, 64.0, -2.0])
     turned[1, 191] = LEAST / 2
     rows = OPS.quantize(turn(turned))
@@ -98,9 +136,9 @@ def test_the_largest_of_a_group_is_a_whole_number_of_steps_and_zero_is_zero() ->
 
 def test_only_what_is_asked_for_is_made() -> None:
     x = normal(5, 100)
-    assert OPS.quantize(x).plain is None
+    assert OPS.quantize(x).plain is OPS.quantize(x).fine is None
     rows = OPS.quantize(x, values=False, plain=True)
-    assert len(rows) == 5 and rows.values.numel() == rows.scales.numel() == 0
+    assert len(rows) == 5 and rows.values.numel() == rows.scales.numel() == 0 and rows.fine is None
     assert rows.plain is not None and rows.plain.shape == (5, 128)
     normed = OPS.rms_norm(x, torch.ones(100), 1e-5)
     assert torch.equal(normed.values, OPS.quantize(resolve("reference").rms_norm(x, torch.ones(100), 1e-5)).values)
@@ -110,10 +148,11 @@ def test_only_what_is_asked_for_is_made() -> None:
 def test_what_is_not_finite_stays_in_its_row(sick: float) -> None:
     x = activations(6, 320)
     healthy = OPS.quantize(x)
-    x[2, 130] = sick
-    rows = OPS.quantize(x, plain=True)
-    assert rows.scales[2].isnan().tolist() == [False, True, False]
-    y = OPS.linear(rows, OPS.pack(*layer(40, 320), normal(8, 320).bfloat16()), None, None)
+    assert group_of(320) == 192
+    x[2, 200] = sick
+    rows = OPS.quantize(x, fine=True, plain=True)
+    assert rows.scales[2].isnan().tolist() == [False, True]
+    y = OPS.linear(rows, OPS.pack(*layer(40, 320), normal(8, 320).bfloat16(), finer(20, 320)), None, None)
     others = [0, 1, 3, 4, 5]
     assert not y[2].isfinite().any() and y[others].isfinite().all()
     assert torch.equal(rows.values[others], healthy.values[others])
@@ -140,6 +179,38 @@ def test_a_product_is_that_of_the_dequantized_factors(width: int) -> None:
     assert torch.equal(alone, y[:, 50:])
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_fine_product_is_that_of_bytes_and_of_what_is_left_of_one_of_them(width: int) -> None:
+    values, scales = layer(50, width)
+    fine, x = finer(20, width), activations(9, width)
+    rows = OPS.quantize(x, fine=True)
+    y = OPS.linear(rows, OPS.pack(values, scales, None, fine), None, None)
+    assert torch.equal(y[:, :30], OPS.linear(rows, OPS.pack(values[:30], scales[:30], None), None, None))
+    weights, left = dense(values, scales)[30:], fine.double() / FINER * scales[30:, None].double()
+    bytes_, bytes_left = dequantized(rows), left_of(rows)
+    expected = bytes_ @ weights.T + bytes_ @ left.T + bytes_left @ weights.T
+    magnitude = bytes_.abs() @ weights.abs().T
+    assert ((y[:, 30:].double() - expected).abs() <= 1e-6 * magnitude + 1e-30).all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_fine_features_are_nearly_those_of_numbers_that_were_never_rounded(width: int) -> None:
+    weight, x = normal(30, width, seed=3), activations(9, width)
+    values, fine = (torch.empty(30, padded(width), dtype=torch.int8) for _ in range(2))
+    scales = torch.empty(30)
+    OPS.quantize_weight(weight.clone(), values, scales, fine)
+    assert ((values.double() + fine.double() / FINER) * scales[:, None] - turn(_whole(weight))).abs().max() < 1e-3
+    y = OPS.linear(OPS.quantize(x, fine=True), OPS.pack(values, scales, None, fine), None, None)
+    exact = x.double() @ weight.double().T
+    rough = OPS.linear(OPS.quantize(x), OPS.pack(values, scales, None), None, None)
+    error, rough_error = (y - exact).norm() / exact.norm(), (rough - exact).norm() / exact.norm()
+    assert error < 2e-4 and (width == 1 or error < rough_error / 50)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return torch.nn.functional.pad(x, (0, padded(x.shape[1]) - x.shape[1]))
+
+
 def test_gated_is_silu_of_the_gate_times_up() -> None:
     gate, up = layer(100, 128, seed=2), layer(100, 128, seed=3)
     x, bias = OPS.quantize(activations(5, 128) * 1e-3), normal(200)
@@ -152,11 +223,11 @@ def test_gated_is_silu_of_the_gate_times_up() -> None:
 
 def test_rows_have_the_same_bytes_in_any_batch() -> None:
     ops = ReferenceInt8(find_row_rule([(40, 192)]).rule)
-    packed = ops.pack(*layer(50, 192), normal(40, 192).bfloat16())
+    packed = ops.pack(*layer(50, 192), normal(40, 192).bfloat16(), finer(20, 192))
     x = activations(40, 192)
-    whole = ops.linear(ops.rms_norm(x, normal(192), 1e-5, plain=True), packed, None, None)
+    whole = ops.linear(ops.rms_norm(x, normal(192), 1e-5, fine=True, plain=True), packed, None, None)
     for start, stop in ((0, 1), (3, 5), (7, 8), (11, 40)):
-        rows = ops.rms_norm(x[start:stop], normal(192), 1e-5, plain=True)
+        rows = ops.rms_norm(x[start:stop], normal(192), 1e-5, fine=True, plain=True)
         assert torch.equal(ops.linear(rows, packed, None, None), whole[start:stop])
 
 

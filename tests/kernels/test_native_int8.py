@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from batchinfer_kernels.int8 import GROUP, TURNED, ZERO, Int8Ops, QuantizedRows, ReferenceInt8
+from batchinfer_kernels.int8 import TURNED, ZERO, Int8Ops, QuantizedRows, ReferenceInt8, group_of
 from batchinfer_kernels.native import library
 from batchinfer_kernels.probe import STRICT
 from torch import Tensor
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(library.available() is not None, reason=f"native
 
 # One, parts of register blocks and of tiles, whole ones, several row blocks.
 ROWS = (1, 2, 5, 6, 7, 13, 16, 31, 32, 49, 200)
-SHAPES = ((64, 32), (576, 960), (100, 50), (130, 257), (1, 1), (64, 33))  # inputs, outputs
+SHAPES = ((64, 32), (576, 960), (100, 50), (130, 257), (1, 1), (64, 33), (640, 40))  # inputs, outputs
 
 
 @pytest.fixture(params=["tiles", "registers"])
@@ -40,7 +40,7 @@ def activations(rows: int, width: int, seed: int = 0) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=draw) * torch.logspace(-3, 3, rows)[:, None]
     x[:, :: max(1, width // 3)] += 20.0
-    x[rows // 2, :GROUP] = 0.0
+    x[rows // 2, : group_of(width)] = 0.0
     return x
 
 
@@ -49,6 +49,10 @@ def weights(features: int, width: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     values = torch.randint(-127, 128, (features, -(-width // TURNED) * TURNED), generator=draw, dtype=torch.int8)
     values[0] = 127  # the largest sums that there are
     return values, torch.rand(features, generator=draw) + 0.01
+
+
+def finer(features: int, width: int, seed: int = 8) -> Tensor:
+    return weights(features, width, seed)[0]
 
 
 def uniform(*shape: int, seed: int) -> Tensor:
@@ -61,7 +65,7 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 def dequantized(x: QuantizedRows) -> Tensor:
     """Turned."""
-    steps = x.scales.double().repeat_interleave(GROUP, 1)[:, : x.values.shape[1]]
+    steps = x.scales.double().repeat_interleave(group_of(x.values.shape[1]), 1)[:, : x.values.shape[1]]
     return (x.values.double() - ZERO) * steps
 
 
@@ -75,15 +79,16 @@ def close(ours: QuantizedRows, theirs: QuantizedRows) -> None:
 
 
 def same(a: QuantizedRows, b: QuantizedRows) -> None:
-    for name in ("values", "scales"):
+    assert (a.fine is None) == (b.fine is None)
+    for name in ("values", "scales", "fine") if a.fine is not None else ("values", "scales"):
         torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("width", [64, 128, 576, 100, 1])
+@pytest.mark.parametrize("width", [64, 128, 576, 640, 100, 1])
 def test_quantize_is_the_reference_bit_by_bit(native: Int8Ops, reference: Int8Ops, rows: int, width: int) -> None:
     x = activations(rows, width)
-    ours, theirs = native.quantize(x, plain=True), reference.quantize(x, plain=True)
+    ours, theirs = (ops.quantize(x, fine=True, plain=True) for ops in (native, reference))
     same(ours, theirs)
     assert ours.plain is not None and theirs.plain is not None
     assert torch.equal(ours.plain, theirs.plain)
@@ -93,9 +98,9 @@ def test_quantize_is_the_reference_bit_by_bit(native: Int8Ops, reference: Int8Op
 def test_what_is_not_finite_makes_its_row_nan_and_no_other(native: Int8Ops, reference: Int8Ops, sick: float) -> None:
     x = activations(9, 192)
     x[4, 70] = sick
-    same(native.quantize(x), reference.quantize(x))
+    same(native.quantize(x, fine=True), reference.quantize(x, fine=True))
     values, scales = weights(64, 192)
-    y = native.linear(native.quantize(x), native.pack(values, scales, None), None, None)
+    y = native.linear(native.quantize(x, fine=True), native.pack(values, scales, None, finer(20, 192)), None, None)
     assert y[4].isnan().all() and y[[0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
 
 
@@ -104,14 +109,32 @@ def test_the_smallest_and_the_largest_numbers(native: Int8Ops, reference: Int8Op
     x[0], x[1, 3], x[2, 3], x[3] = 1e-38, 1e-31, -1e-29, 3e38
     x[4, 0], x[4, 1] = 3e38, -3e38  # the range itself is beyond float32
     x[5], x[6, ::2] = -0.0, 1e-45
-    same(native.quantize(x), reference.quantize(x))
+    same(native.quantize(x, fine=True), reference.quantize(x, fine=True))
+
+
+@pytest.mark.parametrize("width", [64, 576, 100, 1])
+def test_weights_are_quantized_as_the_reference_does_bit_by_bit(
+    native: Int8Ops, reference: Int8Ops, width: int
+) -> None:
+    rows = activations(40, width, seed=7)
+    rows[3, 0], rows[4, 0], rows[5] = torch.nan, torch.inf, 1e-40
+    found = []
+    for ops in (native, reference):
+        values, fine = (torch.empty(40, -(-width // TURNED) * TURNED, dtype=torch.int8) for _ in range(2))
+        scales, alone = torch.empty(40), torch.empty_like(values)
+        ops.quantize_weight(rows.clone(), values, scales, fine)
+        ops.quantize_weight(rows.clone(), alone, scales)
+        assert torch.equal(values, alone)
+        found.append((values, fine, scales))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("width", [64, 576, 100])
 def test_rms_norm(native: Int8Ops, reference: Int8Ops, rows: int, width: int) -> None:
     x, weight = activations(rows, width), uniform(width, seed=2) + 0.5
-    ours, theirs = native.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5)
+    ours, theirs = (ops.rms_norm(x, weight, 1e-5, fine=True) for ops in (native, reference))
     close(ours, theirs)  # the mean is summed in another order
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-5, atol=0)
 
@@ -141,22 +164,24 @@ def test_steps_of_many_rows_and_few_features(
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(native: Int8Ops, reference: Int8Ops, rows: int, width: int, features: int, with_bias: bool) -> None:
     values, scales = weights(features, width)
-    plain = normal(40, width, seed=4).bfloat16()
+    fine, plain = finer(features // 2, width) if features > 1 else None, normal(40, width, seed=4).bfloat16()
     bias = normal(features + 40, seed=5) if with_bias else None
-    x = reference.quantize(activations(rows, width), plain=True)
-    y = native.linear(x, native.pack(values, scales, plain), bias, None)
-    theirs = reference.linear(x, reference.pack(values, scales, plain), bias, None)
+    x = reference.quantize(activations(rows, width), fine=True, plain=True)
+    y = native.linear(x, native.pack(values, scales, plain, fine), bias, None)
+    theirs = reference.linear(x, reference.pack(values, scales, plain, fine), bias, None)
     # Per row and feature group by group in one order, and exact within a group.
     assert torch.equal(y[:, :features], theirs[:, :features])
     assert x.plain is not None
-    whole = torch.cat((dequantized(x) @ dense(values, scales).T, x.plain[:, :width].double() @ plain.double().T), 1)
+    whole = torch.cat((theirs[:, :features].double(), x.plain[:, :width].double() @ plain.double().T), 1)
+    if bias is not None:
+        whole[:, :features] -= bias[:features]
     if bias is not None:
         whole += bias
     error, their_error = (y - whole).abs().max(), (theirs - whole).abs().max()
     assert error <= 2 * their_error + 1e-6 * whole.abs().max()
     residual = normal(rows, features + 40, seed=6)
     expected = residual + y
-    added = native.linear(x, native.pack(values, scales, plain), bias, residual)
+    added = native.linear(x, native.pack(values, scales, plain, fine), bias, residual)
     assert added is residual and torch.equal(added, expected)
 
 
@@ -284,18 +309,18 @@ def test_argmax_takes_a_fraction_of_what_logits_would_with_any_number_of_threads
 
 def test_a_row_has_the_same_bytes_in_any_batch(native: Int8Ops) -> None:
     values, scales = weights(300, 576)
-    packed = native.pack(values, scales, normal(64, 576, seed=2).bfloat16())
+    packed = native.pack(values, scales, normal(64, 576, seed=2).bfloat16(), finer(100, 576))
     gated = native.pack_gated(values[:150], scales[:150], values[150:], scales[150:] * 1e-4)
     norm = uniform(576, seed=3)
     x = activations(200, 576)
-    whole = native.rms_norm(x, norm, 1e-6, plain=True)
+    whole = native.rms_norm(x, norm, 1e-6, fine=True, plain=True)
     y, inner = native.linear(whole, packed, None, None), native.gated(whole, gated, None)
     threads = torch.get_num_threads()
     try:
         for some in (slice(3, 4), slice(0, 7), slice(11, 200)):
             for number in (1, 2, 3, 16):
                 torch.set_num_threads(number)
-                rows = native.rms_norm(x[some], norm, 1e-6, plain=True)
+                rows = native.rms_norm(x[some], norm, 1e-6, fine=True, plain=True)
                 assert torch.equal(native.linear(rows, packed, None, None), y[some])
                 part = native.gated(rows, gated, None)
                 assert torch.equal(part.values, inner.values[some]) and torch.equal(part.scales, inner.scales[some])
@@ -315,13 +340,14 @@ def test_tiles_give_the_bytes_that_registers_give(rows: int, width: int) -> None
     values[5], values[60] = 127, -127
     sick = scales.clone()
     sick[7] = torch.nan
-    packed = ops.pack(values, sick, normal(40, width, seed=3).bfloat16())
+    packed = ops.pack(values, sick, normal(40, width, seed=3).bfloat16(), finer(50, width))
     gated = ops.pack_gated(values[:48], scales[:48], values[48:], scales[48:])
     floats = activations(rows, width)
     if rows > 3:
         floats[1], floats[2, width // 2] = 0.0, torch.inf
-    x = ops.quantize(floats, plain=True)
-    x.values[-1] = 255
+    x = ops.quantize(floats, fine=True, plain=True)
+    assert x.fine is not None
+    x.values[-1] = x.fine[-1] = 255
     bias, residual = normal(136, seed=4), normal(rows, 136, seed=5)
     try:
         for wanted in (True, False):

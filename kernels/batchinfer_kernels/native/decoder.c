@@ -48,7 +48,7 @@ struct decoder_step {
  * that is written while x is read. */
 struct buffers {
     struct quantized x, inner;
-    float *qkv, *attended;
+    float *qkv, *attended, *gated; /* gated: what `inner` is made of */
     char *queries;
     uint8_t *read; /* by token, whether it is wanted of the last layer */
 };
@@ -66,12 +66,13 @@ static void *take(struct arena *arena, size_t bytes)
     return found;
 }
 
-static struct quantized take_quantized(struct arena *arena, long rows, long width)
+static struct quantized take_quantized(struct arena *arena, long rows, long width, int has_fine)
 {
     const long padded = padded_to_blocks(width);
     struct quantized taken;
     taken.values = take(arena, rows * padded);
-    taken.plain = take(arena, rows * padded * sizeof(uint16_t));
+    taken.fine = has_fine ? take(arena, rows * padded) : NULL;
+    taken.plain = NULL;
     taken.scales = take(arena, rows * groups_of(padded) * sizeof(float));
     return taken;
 }
@@ -81,8 +82,9 @@ static struct buffers lay_out(const struct decoder *decoder, long rows, struct a
     const long q_size = decoder->num_heads * decoder->head_dim, kv_size = decoder->num_kv_heads * decoder->head_dim;
     const long hidden = decoder->hidden_size;
     struct buffers found;
-    found.x = take_quantized(arena, rows, hidden > q_size ? hidden : q_size);
-    found.inner = take_quantized(arena, rows, decoder->layers[0].down.width);
+    found.x = take_quantized(arena, rows, hidden > q_size ? hidden : q_size, 1);
+    found.inner = take_quantized(arena, rows, decoder->layers[0].down.width, 0);
+    found.gated = take(arena, rows * decoder->layers[0].down.width * sizeof(float));
     found.qkv = take(arena, rows * (q_size + 2 * kv_size) * sizeof(float));
     found.attended = take(arena, rows * q_size * sizeof(float));
     found.queries = take(arena, rows * q_size * 2);
@@ -98,14 +100,12 @@ long batchinfer_decoder_scratch_bytes(const struct decoder *decoder, long rows)
     return (long)arena.used;
 }
 
-/* As a layer takes its activations: only in the forms that it has features for. */
+/* As a layer takes its activations: with what is finer only where it has features for that. */
 static struct quantized for_layer(const struct quantized *buffer, const struct packed *w)
 {
     struct quantized x = *buffer;
-    if (!w->num_values)
-        x.values = NULL;
-    if (!w->num_plain)
-        x.plain = NULL;
+    if (!w->num_fine)
+        x.fine = NULL;
     return x;
 }
 
@@ -120,7 +120,7 @@ static struct quantized from_row(const struct quantized *buffer, long first, lon
 {
     const long padded = padded_to_blocks(width);
     return (struct quantized){buffer->values + first * padded, buffer->scales + first * groups_of(padded),
-                              buffer->plain + first * padded};
+                              buffer->fine ? buffer->fine + first * padded : NULL, NULL};
 }
 
 /* A layer as attention is told of it. */
@@ -199,7 +199,8 @@ static void end_layer(const struct decoder *decoder, const struct decoder_step *
         batchinfer_rms_norm_row(stream + r * hidden, layer->post_norm, decoder->eps, hidden, &again, r);
     const struct quantized at_inner = from_row(&buffers->inner, first, layer->down.width);
     const struct quantized inner = for_layer(&at_inner, &layer->down);
-    batchinfer_gated_part(&again, rows, &layer->gate_up, layer->gate_up_bias, &inner);
+    batchinfer_gated_part(&again, rows, &layer->gate_up, layer->gate_up_bias,
+                          buffers->gated + first * layer->down.width, &inner);
     batchinfer_linear_part(&inner, rows, &layer->down, layer->down_bias, stream, 1);
 
     if (at + 1 < decoder->num_layers)

@@ -91,6 +91,7 @@ class NativeDecoder:
         vectors = (layer.input_norm, layer.post_norm, layer.qkv_bias, layer.o_bias, gate_up_bias, layer.down_bias)
         assert all(x is None or (x.dtype == torch.float32 and x.is_contiguous()) for x in vectors)
         products = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        assert not any("plain" in product for product in products)
         return _Layer(*map(packed_struct, products), *map(address, vectors))
 
     def run(

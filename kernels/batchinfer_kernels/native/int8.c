@@ -3,9 +3,9 @@
 #include <omp.h>
 
 #include "layers.h"
-#include "panels.h"
+#include "products.h"
 
-enum { PANELS_PER_GROUP = GROUP / 16, ITEMS = 16, LEAST_ROWS = 48 };
+enum { ITEMS = 16, LEAST_ROWS = 48, ROWS_AT_ONCE = 4 };
 
 /* How the rows of a product are handed out: `blocks` of `block` rows, whose activations stay in the second-level cache
  * while all panels pass by, in `pieces` of `piece` rows. All even, and multiples of the rows that are worked on
@@ -36,55 +36,73 @@ static struct cut cut_rows(long rows, long columns)
     return cut;
 }
 
+/* Which rows an item is of: none where the last block is shorter than others. */
+struct span {
+    long start, stop;
+};
+
+INLINE struct span rows_of(const struct cut *cut, long rows, long block, long piece)
+{
+    const long start = block * cut->block + piece * cut->piece;
+    return (struct span){start, least(rows, least((block + 1) * cut->block, start + cut->piece))};
+}
+
+struct linear {
+    float *y;
+    const float *bias;
+    long width;
+    int add;
+};
+
+INLINE void take_half(const struct linear *linear, long column, long end, long t, __m512 value)
+{
+    const __mmask16 some = lanes(column, end);
+    float *to = linear->y + t * linear->width + column;
+    if (linear->bias)
+        value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(some, linear->bias + column));
+    if (linear->add)
+        value = _mm512_add_ps(_mm512_maskz_loadu_ps(some, to), value);
+    _mm512_mask_storeu_ps(to, some, value);
+}
+
+INLINE void take_linear(const void *taker, struct columns columns, long t, __m512 first, __m512 second)
+{
+    take_half(taker, columns.first, columns.end, t, first);
+    take_half(taker, columns.first + 16, columns.end, t, second);
+}
+
 void batchinfer_linear_part(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,
                             int add)
 {
-    const long plain_panels = panels_of(w->num_plain), panels = plain_panels + panels_of(w->num_values);
-    const long columns = w->num_values + w->num_plain;
-    const struct cut cut = cut_rows(rows, panels);
-    begin_tiles();
-    /* Plain panels come first: they take twice as long, and what is begun last should be short. */
-#pragma omp for collapse(3) schedule(dynamic, 1)
+    const long plain = panels_of(w->num_plain), fine = panels_of(w->num_fine), bytes = panels_of(w->num_values);
+    const long fine_from = w->num_values, plain_from = fine_from + w->num_fine, width = plain_from + w->num_plain;
+    const struct linear linear = {y, bias, width, add};
+    const struct cut cut = cut_rows(rows, plain + fine + bytes);
+    struct tiling tiling;
+    begin_products(&tiling);
+    /* Those that take longer come first: what is begun last should be short. */
+#pragma omp for collapse(3) schedule(dynamic, 1) nowait
     for (long block = 0; block < cut.blocks; block++)
-        for (long at = 0; at < panels; at++)
+        for (long at = 0; at < plain + fine + bytes; at++)
             for (long piece = 0; piece < cut.pieces; piece++) {
-                const int is_plain = at < plain_panels;
-                const long panel = is_plain ? at : at - plain_panels;
-                const long first = is_plain ? w->num_values + panel * PANEL : panel * PANEL;
-                const long end = is_plain ? columns : w->num_values;
-                const __mmask16 some[2] = {lanes(first, end), lanes(first + 16, end)};
-                __m512 shift[2];
-                for (int half = 0; half < 2; half++)
-                    shift[half] =
-                        bias ? _mm512_maskz_loadu_ps(some[half], bias + first + 16 * half) : _mm512_setzero_ps();
-                const long start = block * cut.block + piece * cut.piece;
-                const long stop = least(rows, least((block + 1) * cut.block, start + cut.piece));
-                if (start >= stop)
-                    continue; /* the last block is shorter than others */
-                struct ahead ahead = next_panel(w, panel, stop - start);
-                const long step = is_plain ? ROWS : rows_at_a_time();
-                for (long t = start; t < stop; t += step) {
-                    const long here = least(step, stop - t);
-                    __m512 sum[MOST_ROWS][2];
-                    for (long r = 0; r < here; r++) { /* another core may have had these last */
-                        __builtin_prefetch(y + (t + r) * columns + first, 1);
-                        __builtin_prefetch(y + (t + r) * columns + first + 16, 1);
-                    }
-                    if (is_plain)
-                        plain_tile(here, x, t, w, panel, sum);
-                    else
-                        bytes_tile(here, &ahead, x, t, w, panel, sum);
-                    for (long r = 0; r < here; r++)
-                        for (int half = 0; half < 2; half++) {
-                            float *to = y + (t + r) * columns + first + 16 * half;
-                            __m512 value = bias ? _mm512_add_ps(sum[r][half], shift[half]) : sum[r][half];
-                            if (add)
-                                value = _mm512_add_ps(_mm512_maskz_loadu_ps(some[half], to), value);
-                            _mm512_mask_storeu_ps(to, some[half], value);
-                        }
+                const struct span span = rows_of(&cut, rows, block, piece);
+                if (span.start >= span.stop)
+                    continue;
+                if (at < plain) {
+                    const struct columns columns = {plain_from + at * PANEL, width};
+                    multiply_plain_panel(x, w, at, span.start, span.stop, columns, take_linear, &linear);
+                } else if (at < plain + fine) {
+                    const struct columns columns = {fine_from + (at - plain) * PANEL, plain_from};
+                    multiply_fine_panel(&tiling, x, rows, w, at - plain, span.start, span.stop, columns, take_linear,
+                                        &linear);
+                } else {
+                    const struct columns columns = {(at - plain - fine) * PANEL, fine_from};
+                    multiply_panel(&tiling, x, rows, w, at - plain - fine, span.start, span.stop, columns, take_linear,
+                                   &linear);
                 }
             }
-    end_tiles();
+    finish(&tiling, take_linear, &linear);
+#pragma omp barrier
 }
 
 /* silu(x) = x / (1 + e^-x) */
@@ -94,47 +112,45 @@ INLINE __m512 silu(__m512 x)
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), power));
 }
 
-void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
-                           const struct quantized *y)
+struct gated {
+    float *inner;
+    const float *bias;
+    long width;
+};
+
+INLINE void take_gated(const void *taker, struct columns columns, long t, __m512 gate, __m512 up)
 {
-    const long panels = w->num_values / PANEL, width = panels * 16, groups = groups_of(width);
-    const struct cut cut = cut_rows(rows, groups);
-    const long step = rows_at_a_time();
-    begin_tiles();
-#pragma omp for collapse(3) schedule(dynamic, 1)
+    const struct gated *gated = taker;
+    if (gated->bias) {
+        gate = _mm512_add_ps(gate, _mm512_loadu_ps(gated->bias + columns.first));
+        up = _mm512_add_ps(up, _mm512_loadu_ps(gated->bias + columns.first + 16));
+    }
+    _mm512_storeu_ps(gated->inner + t * gated->width + columns.first / 2, _mm512_mul_ps(silu(gate), up));
+}
+
+void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
+                           float *inner, const struct quantized *y)
+{
+    const long panels = w->num_values / PANEL, width = panels * PANEL / 2;
+    const struct gated gated = {inner, bias, width};
+    const struct cut cut = cut_rows(rows, panels);
+    struct tiling tiling;
+    begin_products(&tiling);
+#pragma omp for collapse(3) schedule(dynamic, 1) nowait
     for (long block = 0; block < cut.blocks; block++)
-        for (long g = 0; g < groups; g++)
+        for (long panel = 0; panel < panels; panel++)
             for (long piece = 0; piece < cut.pieces; piece++) {
-                float inner[ROW_BLOCK][GROUP];
-                const long start = block * cut.block + piece * cut.piece;
-                const long stop = least(rows, least((block + 1) * cut.block, start + cut.piece));
-                if (start >= stop)
-                    continue; /* the last block is shorter than others */
-                const long first = g * PANELS_PER_GROUP, here = least(PANELS_PER_GROUP, panels - first);
-                for (long p = 0; p < here; p++) {
-                    const long panel = first + p;
-                    struct ahead ahead = next_panel(w, panel, stop - start);
-                    for (long t = start; t < stop; t += step) {
-                        const long tile = least(step, stop - t);
-                        __m512 sum[MOST_ROWS][2];
-                        bytes_tile(tile, &ahead, x, t, w, panel, sum);
-                        for (long r = 0; r < tile; r++) {
-                            __m512 gate = sum[r][0], up = sum[r][1];
-                            if (bias) {
-                                gate = _mm512_add_ps(gate, _mm512_loadu_ps(bias + panel * PANEL));
-                                up = _mm512_add_ps(up, _mm512_loadu_ps(bias + panel * PANEL + 16));
-                            }
-                            _mm512_storeu_ps(inner[t - start + r] + 16 * p, _mm512_mul_ps(silu(gate), up));
-                        }
-                    }
-                }
-                for (long t = start; t < stop; t++) {
-                    __m512 values[GROUP_REGISTERS];
-                    load_registers(inner[t - start], 16 * here, GROUP_REGISTERS, values);
-                    store_group(values, y, t, g, width);
-                }
+                const struct span span = rows_of(&cut, rows, block, piece);
+                if (span.start >= span.stop)
+                    continue;
+                const struct columns columns = {panel * PANEL, w->num_values};
+                multiply_panel(&tiling, x, rows, w, panel, span.start, span.stop, columns, take_gated, &gated);
             }
-    end_tiles();
+    finish(&tiling, take_gated, &gated);
+#pragma omp barrier
+#pragma omp for schedule(dynamic, ROWS_AT_ONCE)
+    for (long t = 0; t < rows; t++)
+        batchinfer_quantize_row(inner + t * width, width, y, t);
 }
 
 void batchinfer_int8_linear(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,
@@ -145,8 +161,8 @@ void batchinfer_int8_linear(const struct quantized *x, long rows, const struct p
 }
 
 void batchinfer_int8_gated(const struct quantized *x, long rows, const struct packed *w, const float *bias,
-                           const struct quantized *y, int threads)
+                           float *inner, const struct quantized *y, int threads)
 {
 #pragma omp parallel num_threads(threads)
-    batchinfer_gated_part(x, rows, w, bias, y);
+    batchinfer_gated_part(x, rows, w, bias, inner, y);
 }

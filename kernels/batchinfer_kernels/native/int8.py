@@ -1,8 +1,8 @@
 """`Int8Ops` in C: linear layers with int8 weights over activations in bytes (`batchinfer_kernels.int8` says what).
 
 Weights are packed once, after loading, into panels of PANEL output features; `panels.h` says how a panel lies in
-memory. `pack` returns, as tensors: "bytes", the features that are kept as such, with what
-belongs to them, "plain", those in bfloat16, and "sizes", how many of each there are, and their padded width. A layer
+memory. `pack` returns, as tensors: "bytes", the features that are kept as such, with what belongs to them, "fine", fine
+ones, "plain", those in bfloat16, and "sizes", how many of each there are, and their padded width. A layer
 that is all bfloat16, a language model's head, gets bytes as well, with "lengths" and "errors", for `argmax` (see
 `shortlist.c`).
 """
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer_kernels.int8 import GROUP, TURNED, QuantizedRows
+from batchinfer_kernels.int8 import TURNED, QuantizedRows, group_of
 from batchinfer_kernels.native import library
 
 PANEL = 32
@@ -28,15 +28,15 @@ HALF = PANEL // 2
 class _Rows(ctypes.Structure):
     """`struct quantized`."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scales", "plain")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scales", "fine", "plain")]
 
 
 class PackedStruct(ctypes.Structure):
     """`struct packed`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("bytes", "plain")),
-        *((name, ctypes.c_long) for name in ("width", "num_values", "num_plain")),
+        *((name, ctypes.c_void_p) for name in ("bytes", "fine", "plain")),
+        *((name, ctypes.c_long) for name in ("width", "num_values", "num_fine", "num_plain")),
     ]
 
 
@@ -47,48 +47,57 @@ class PackedLayer(dict[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
-        num_values, num_plain, width = self["sizes"].tolist()
-        self.struct = PackedStruct(address(self.get("bytes")), address(self.get("plain")), width, num_values, num_plain)
+        addresses = (address(self.get(name)) for name in ("bytes", "fine", "plain"))
+        *features, width = self["sizes"].tolist()
+        self.struct = PackedStruct(*addresses, width, *features)
 
 
 class NativeRows:
     """`QuantizedRows` in one piece of memory; tensors are made of it for who asks."""
 
-    __slots__ = ("_at", "_memory", "_num_rows", "_width", "struct")
+    __slots__ = ("_at", "_memory", "_num_rows", "struct")
 
-    def __init__(self, num_rows: int, width: int, values: bool, plain: bool) -> None:
+    def __init__(self, num_rows: int, width: int, *, values: bool, fine: bool, plain: bool) -> None:
         """Not initialised; `width` is K."""
+        assert values or not fine
         width = -(-width // TURNED) * TURNED
-        of_values = num_rows * width if values else 0
-        of_plain = 2 * num_rows * width if plain else 0
-        of_scales = 4 * num_rows * -(-width // GROUP) if values else 0
-        self._num_rows, self._width = num_rows, width
-        self._memory = torch.empty(of_values + of_plain + of_scales, dtype=torch.uint8)
-        scales_at = of_values + of_plain
-        self._at = (0, of_values, scales_at)
+        sizes = {
+            "scales": 4 * num_rows * -(-width // group_of(width)) if values else 0,
+            "values": num_rows * width if values else 0,
+            "fine": num_rows * width if fine else 0,
+            "plain": 2 * num_rows * width if plain else 0,
+        }
+        self._num_rows = num_rows
+        self._memory = torch.empty(sum(sizes.values()), dtype=torch.uint8)
+        self._at, start = {}, 0
+        for name, size in sizes.items():
+            self._at[name] = slice(start, start + size)
+            start += size
         begin = self._memory.data_ptr()
-        plain_address = begin + of_values if plain else None
-        if values:
-            self.struct = _Rows(begin, begin + scales_at, plain_address)
-        else:
-            self.struct = _Rows(None, None, plain_address)
+        there = {"values": values, "scales": values, "fine": fine, "plain": plain}
+        self.struct = _Rows(*(begin + self._at[name].start if has else None for name, has in there.items()))
 
     def __len__(self) -> int:
         return self._num_rows
 
     @property
     def values(self) -> Tensor:
-        return self._memory[: self._at[1]].view(self._num_rows, -1)
+        return self._part("values")
 
     @property
     def scales(self) -> Tensor:
-        return self._memory[self._at[2] :].view(torch.float32).view(self._num_rows, -1)
+        return self._part("scales", torch.float32)
+
+    @property
+    def fine(self) -> Tensor | None:
+        return self._part("fine") if self.struct.fine else None
 
     @property
     def plain(self) -> Tensor | None:
-        if self._at[1] == self._at[2]:
-            return None
-        return self._memory[self._at[1] : self._at[2]].view(torch.bfloat16).view(self._num_rows, self._width)
+        return self._part("plain", torch.bfloat16) if self.struct.plain else None
+
+    def _part(self, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return self._memory[self._at[name]].view(dtype).view(self._num_rows, -1)
 
 
 class NativeInt8:
@@ -104,19 +113,25 @@ class NativeInt8:
         self._quantize_weight = functions.batchinfer_quantize_weight
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def quantize_weight(self, rows: Tensor, values: Tensor, scales: Tensor) -> None:
+    def quantize_weight(self, rows: Tensor, values: Tensor, scales: Tensor, fine: Tensor | None = None) -> None:
         assert rows.is_contiguous() and values.is_contiguous() and scales.is_contiguous()
+        assert fine is None or fine.is_contiguous()
         scratch = torch.empty(values.shape[1])
-        addresses = (x.data_ptr() for x in (values, scales, scratch))
+        addresses = (address(x) for x in (values, fine, scales, scratch))
         self._quantize_weight(rows.data_ptr(), *rows.shape, *addresses)
 
-    def pack(self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None) -> PackedLayer:
+    def pack(
+        self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None, fine: Tensor | None = None
+    ) -> PackedLayer:
         packed: dict[str, Tensor] = {}
+        num_fine = 0 if fine is None else len(fine)
+        num_values = 0 if values is None else len(values) - num_fine
         width = 0
-        features = [0 if x is None else x.shape[0] for x in (values, plain)]
         if values is not None and scales is not None:
-            values, scales = _whole(values, PANEL), _whole(scales, PANEL)
             width = values.shape[1]
+            if fine is not None:
+                packed["fine"] = _pack_fine(values[num_values:], fine, scales[num_values:])
+            values, scales = _whole(values[:num_values], PANEL), _whole(scales[:num_values], PANEL)
             packed |= _pack_bytes((values, scales), (values[HALF:], scales[HALF:]), step=PANEL)
         if plain is not None:
             wide = _whole(plain.to(torch.bfloat16), PANEL, TURNED)
@@ -124,28 +139,36 @@ class NativeInt8:
             packed["plain"] = _panels(wide, 2)
             if values is None:
                 packed |= _pack_shortlist(wide)
-        return PackedLayer(packed | {"sizes": torch.tensor([*features, width])})
+        sizes = (num_values, num_fine, 0 if plain is None else len(plain), width)
+        return PackedLayer(packed | {"sizes": torch.tensor(sizes)})
 
     def pack_gated(self, gate_values: Tensor, gate_scales: Tensor, up_values: Tensor, up_scales: Tensor) -> PackedLayer:
         gate, up = (
             (_whole(values, TURNED), _whole(scales, TURNED))
             for values, scales in ((gate_values, gate_scales), (up_values, up_scales))
         )
-        sizes = torch.tensor([2 * gate[0].shape[0], 0, gate[0].shape[1]])
+        sizes = torch.tensor([2 * gate[0].shape[0], 0, 0, gate[0].shape[1]])
         return PackedLayer(_pack_bytes(gate, up, step=HALF) | {"sizes": sizes})
 
-    def quantize(self, x: Tensor, *, values: bool = True, plain: bool = False) -> NativeRows:
+    def quantize(self, x: Tensor, *, values: bool = True, fine: bool = False, plain: bool = False) -> NativeRows:
         num_rows, width = x.shape
-        rows = NativeRows(num_rows, width, values, plain)
+        rows = NativeRows(num_rows, width, values=values, fine=fine, plain=plain)
         x = x.contiguous()
         self._quantize(x.data_ptr(), num_rows, width, rows.struct, torch.get_num_threads())
         return rows
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, values: bool = True, plain: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        values: bool = True,
+        fine: bool = False,
+        plain: bool = False,
     ) -> NativeRows:
         num_rows, width = x.shape
-        rows = NativeRows(num_rows, width, values, plain)
+        rows = NativeRows(num_rows, width, values=values, fine=fine, plain=plain)
         x = x.contiguous()
         self._rms_norm_quantize(
             x.data_ptr(), weight.data_ptr(), eps, num_rows, width, rows.struct, torch.get_num_threads()
@@ -158,7 +181,7 @@ class NativeInt8:
         structure, num_rows = packed_struct(packed), len(x)
         y = residual
         if y is None:
-            y = torch.empty(num_rows, structure.num_values + structure.num_plain)
+            y = torch.empty(num_rows, structure.num_values + structure.num_fine + structure.num_plain)
         assert y.is_contiguous()
         self._linear(
             _rows(x),
@@ -173,9 +196,11 @@ class NativeInt8:
 
     def gated(self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None) -> NativeRows:
         structure, num_rows = packed_struct(packed), len(x)
-        rows = NativeRows(num_rows, structure.num_values // 2, True, False)
+        width = structure.num_values // 2
+        rows, inner = NativeRows(num_rows, width, values=True, fine=False, plain=False), torch.empty(num_rows, width)
         bias = None if bias is None else gated_bias(bias)
-        self._gated(_rows(x), num_rows, structure, address(bias), rows.struct, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        self._gated(_rows(x), num_rows, structure, address(bias), inner.data_ptr(), rows.struct, threads)
         return rows
 
     def argmax(self, x: QuantizedRows, packed: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -239,9 +264,20 @@ def _pack_bytes(low: tuple[Tensor, Tensor], high: tuple[Tensor, Tensor], *, step
     return {"bytes": panels}
 
 
+def _pack_fine(values: Tensor, fine: Tensor, scales: Tensor) -> Tensor:
+    """Values and what is finer int8 [N, Kp] and scales float32 [N] to panels."""
+    values, fine, scales = (_whole(x, PANEL).contiguous() for x in (values, fine, scales))
+    panels, width = len(values) // PANEL, values.shape[1]
+    numbers = 4 + 2 * (4 * -(-width // group_of(width)) + width)
+    packed = torch.empty(panels, numbers * PANEL, dtype=torch.int8)
+    addresses = (x.data_ptr() for x in (values, fine, scales))
+    _functions().batchinfer_pack_fine_panels(*addresses, panels, width, packed.data_ptr())
+    return packed
+
+
 def _byte_panels(panels: int, width: int) -> Tensor:
     """Not initialised: for each of PANEL features a scale, a number for each group, and the bytes."""
-    return torch.empty(panels, (4 + 4 * -(-width // GROUP) + width) * PANEL, dtype=torch.int8)
+    return torch.empty(panels, (4 + 4 * -(-width // group_of(width)) + width) * PANEL, dtype=torch.int8)
 
 
 def _panels(rows: Tensor, together: int) -> Tensor:
@@ -265,7 +301,7 @@ def _interleave(gate: Tensor, up: Tensor) -> Tensor:
 def _rows(x: QuantizedRows) -> _Rows:
     if isinstance(x, NativeRows):
         return x.struct
-    return _Rows(*(address(part) for part in (x.values, x.scales, x.plain)))
+    return _Rows(*(address(part) for part in (x.values, x.scales, x.fine, x.plain)))
 
 
 def packed_struct(packed: Mapping[str, Tensor]) -> PackedStruct:
@@ -286,9 +322,10 @@ def _functions() -> Any:
         "batchinfer_quantize": [pointer, number, number, rows, ctypes.c_int],
         "batchinfer_rms_norm_quantize": [pointer, pointer, ctypes.c_float, number, number, rows, ctypes.c_int],
         "batchinfer_int8_linear": [rows, number, packed, pointer, pointer, ctypes.c_int, ctypes.c_int],
-        "batchinfer_int8_gated": [rows, number, packed, pointer, rows, ctypes.c_int],
-        "batchinfer_quantize_weight": [pointer, number, number, *[pointer] * 3],
+        "batchinfer_int8_gated": [rows, number, packed, pointer, pointer, rows, ctypes.c_int],
+        "batchinfer_quantize_weight": [pointer, number, number, *[pointer] * 4],
         "batchinfer_pack_panels": [*[pointer] * 4, *[number] * 3, pointer],
+        "batchinfer_pack_fine_panels": [*[pointer] * 3, number, number, pointer],
         "batchinfer_pack_shortlist": [pointer, number, number, *[pointer] * 4, ctypes.c_int],
         "batchinfer_largest": [rows, number, packed, *[pointer] * 5, ctypes.c_int],
     }.items():

@@ -7,11 +7,10 @@
 
 /* A linear layer's weights; panels.h says how they lie. */
 struct packed {
-    const char *bytes;
+    const char *bytes, *fine;
     const uint16_t *plain;
-    long width;          /* of a row of activations, padded to a multiple of TURNED */
-    long num_values;     /* output features that are kept as bytes */
-    long num_plain;      /* and, behind them, as bfloat16 */
+    long width;                          /* of a row of activations, padded to a multiple of TURNED */
+    long num_values, num_fine, num_plain; /* output features that are kept as bytes, behind them as fine bytes, as bfloat16 */
 };
 
 /* ---- Of one row ---- */
@@ -24,21 +23,22 @@ void batchinfer_rms_norm_row(const float *x, const float *weight, float eps, lon
                              long t);
 
 /* A row of weights [width]: turned float32 [padded] to bytes and their scale, 0 where all are too small, NaN where one is
- * not finite. */
-void batchinfer_quantize_weight_row(const float *row, long width, float *turned, int8_t *values, float *scale);
+ * not finite. fine, what is left of them in units of their step / FINER, may be NULL. */
+void batchinfer_quantize_weight_row(const float *row, long width, float *turned, int8_t *values, int8_t *fine,
+                                    float *scale);
 
 /* Rotary embedding of one token's heads; cos, sin: [half]. */
 void batchinfer_rotate(float *x, const float *cos, const float *sin, int heads, int head_dim, int half);
 
 /* ---- Of all rows, called by all threads of a team; these end with a barrier ---- */
 
-/* y [rows, num_values + num_plain] = x W^T + bias, or y += that. bias may be NULL. */
+/* y [rows, num_values + num_fine + num_plain] = x W^T + bias, or y += that. bias may be NULL. */
 void batchinfer_linear_part(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,
                             int add);
 
 /* y = quantized silu(x G^T) * (x U^T). A panel of w holds 16 features of G and the same 16 of U; bias [panels][PANEL]
- * likewise, or NULL. y is padded to whole blocks, and so is the number of panels. */
+ * likewise, or NULL. y is padded to whole blocks, and so is the number of panels. inner: scratch for as many floats. */
 void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
-                           const struct quantized *y);
+                           float *inner, const struct quantized *y);
 
 #endif

@@ -8,38 +8,28 @@ enum { ROWS_AT_A_TIME = 4 };
 
 void batchinfer_quantize_row(const float *x, long width, const struct quantized *to, long t)
 {
-    const long groups = groups_of(width), padded = padded_to_blocks(width);
-    for (long g = 0; g < groups; g++) {
-        __m512 values[GROUP_REGISTERS];
-        load_registers(x + g * GROUP, width - g * GROUP, GROUP_REGISTERS, values);
-        store_group(values, to, t, g, padded);
-    }
+    quantize_row(x, NULL, 1.0f, width, to, t);
 }
 
 /* A row's squares are summed lane by lane, the lanes in the end. */
 void batchinfer_rms_norm_row(const float *x, const float *weight, float eps, long width, const struct quantized *to,
                              long t)
 {
-    const long groups = groups_of(width), padded = padded_to_blocks(width);
-    __m512 values[GROUP_REGISTERS], weights[GROUP_REGISTERS], squares[GROUP_REGISTERS];
-    for (int i = 0; i < GROUP_REGISTERS; i++)
+    enum { LANES = 8 };
+    __m512 squares[LANES];
+    for (int i = 0; i < LANES; i++)
         squares[i] = _mm512_setzero_ps();
-    for (long g = 0; g < groups; g++) {
-        load_registers(x + g * GROUP, width - g * GROUP, GROUP_REGISTERS, values);
-        for (int i = 0; i < GROUP_REGISTERS; i++)
+    for (long at = 0; at < width; at += 2 * TURNED) {
+        __m512 values[LANES];
+        load_block(x + at, width - at, values);
+        load_block(x + at + TURNED, width - at - TURNED, values + BLOCK_REGISTERS);
+        for (int i = 0; i < LANES; i++)
             squares[i] = _mm512_fmadd_ps(values[i], values[i], squares[i]);
     }
-    for (int i = GROUP_REGISTERS / 2; i; i /= 2)
+    for (int i = LANES / 2; i; i /= 2)
         for (int j = 0; j < i; j++)
             squares[j] = _mm512_add_ps(squares[j], squares[j + i]);
-    const __m512 inverse = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares[0]) / (float)width + eps));
-    for (long g = 0; g < groups; g++) {
-        load_registers(x + g * GROUP, width - g * GROUP, GROUP_REGISTERS, values);
-        load_registers(weight + g * GROUP, width - g * GROUP, GROUP_REGISTERS, weights);
-        for (int i = 0; i < GROUP_REGISTERS; i++)
-            values[i] = _mm512_mul_ps(_mm512_mul_ps(values[i], inverse), weights[i]);
-        store_group(values, to, t, g, padded);
-    }
+    quantize_row(x, weight, 1.0f / sqrtf(_mm512_reduce_add_ps(squares[0]) / (float)width + eps), width, to, t);
 }
 
 /* x: [rows, width] floats. */

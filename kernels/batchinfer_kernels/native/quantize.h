@@ -1,4 +1,4 @@
-/* Activations as bytes: blocks of TURNED values of one row are turned, groups of GROUP have a scale (see int8.py of the
+/* Activations as bytes: blocks of TURNED values of one row are turned, groups of blocks have a scale (see int8.py of the
  * package). */
 
 #ifndef BATCHINFER_QUANTIZE_H
@@ -6,24 +6,50 @@
 
 #include <math.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "turn.h"
 
-/* ZERO is the byte that stands for 0. */
-enum { TURNED = 64, GROUP = 128, MOST = 127, ZERO = 128, BLOCK_REGISTERS = TURNED / 16, GROUP_REGISTERS = GROUP / 16 };
+/* ZERO is the byte that stands for 0. A group has MOST_BLOCKS blocks at most. FINER: what a step is cut into where there
+ * are fine bytes. */
+enum {
+    TURNED = 64,
+    MOST_BLOCKS = 3,
+    MOST_GROUP = MOST_BLOCKS * TURNED,
+    MOST = 127,
+    ZERO = 128,
+    FINER = 254,
+    BLOCK_REGISTERS = TURNED / 16
+};
 
 static const float LEAST = 1e-30f;
 static const float TURNED_FACTOR = 0.125f; /* what turning without normalising leaves to be multiplied by */
 
-/* A row's width with whole blocks, and how many groups it has, of which the last may be shorter. */
-INLINE long padded_to_blocks(long width) { return (width + TURNED - 1) / TURNED * TURNED; }
-INLINE long groups_of(long width) { return (width + GROUP - 1) / GROUP; }
+INLINE long blocks_of(long width) { return (width + TURNED - 1) / TURNED; }
 
-/* Groups of all rows: values [rows, padded], scales [rows, groups_of(padded)], plain [rows, padded] bfloat16.
- * values or plain may be NULL: then that is not made. */
+/* A row's width with whole blocks. */
+INLINE long padded_to_blocks(long width) { return blocks_of(width) * TURNED; }
+
+/* The width of a group: as few groups as can be, as even as they can be. The last may be shorter. */
+INLINE long group_of(long width)
+{
+    const long blocks = blocks_of(width), groups = (blocks + MOST_BLOCKS - 1) / MOST_BLOCKS;
+    return groups ? (blocks + groups - 1) / groups * TURNED : TURNED;
+}
+
+INLINE long groups_of(long width)
+{
+    const long group = group_of(width);
+    return (width + group - 1) / group;
+}
+
+/* Groups of all rows: values [rows, padded], scales [rows, groups_of(padded)], fine [rows, padded], what is left of the
+ * values in units of their step / FINER, plain [rows, padded] bfloat16. values, fine or plain may be NULL: then that is
+ * not made; there is none of fine without values. */
 struct quantized {
     uint8_t *values;
     float *scales;
+    uint8_t *fine;
     uint16_t *plain;
 };
 
@@ -35,83 +61,103 @@ INLINE __m512i larger_bits(__m512i most, __m512 x)
 
 enum { BITS_OF_INFINITY = 0x7f800000 };
 
-/* x, which is turned, of which the first `count` registers are there. */
-INLINE void quantize_group(const __m512 x[GROUP_REGISTERS], const int count, uint8_t *values, float *scale)
+/* Whole numbers from -128 to 127 as bytes, 128 above them. */
+INLINE __m512i to_bytes(const __m512i whole[BLOCK_REGISTERS])
 {
-    __m512i most = _mm512_setzero_si512(), second = most;
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i += 2) {
-        most = larger_bits(most, x[i]);
-        second = larger_bits(second, x[i + 1]);
-    }
-    const int32_t bits = _mm512_reduce_max_epi32(_mm512_max_epi32(most, second));
+    /* Packing goes by quarters of a register: four values of each, in turn. */
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i packed =
+        _mm512_packs_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3]));
+    return _mm512_xor_si512(_mm512_permutexvar_epi32(order, packed), _mm512_set1_epi8((char)ZERO));
+}
+
+/* A group of turned numbers and the largest of them, as `larger_bits` has it by lanes. `fine` may be NULL. */
+INLINE void quantize_group(const float *turned, long length, __m512i most, uint8_t *values, uint8_t *fine, float *scale)
+{
+    const int32_t bits = _mm512_reduce_max_epi32(most);
     const float largest = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits)));
-    const __m512i zero = _mm512_set1_epi8((char)ZERO);
     const int is_sick = bits >= BITS_OF_INFINITY;
     if (is_sick || largest * TURNED_FACTOR < LEAST) {
         *scale = is_sick ? NAN : 0.0f;
-        for (int i = 0; i < count; i += BLOCK_REGISTERS)
-            _mm512_storeu_si512(values + 16 * i, zero);
+        memset(values, ZERO, length);
+        if (fine)
+            memset(fine, ZERO, length);
         return;
     }
     *scale = largest * TURNED_FACTOR / MOST;
-    const __m512 factor = _mm512_set1_ps(MOST / largest);
-    /* Packing goes by quarters of a register: four values of each, in turn. */
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-#pragma GCC unroll 2
-    for (int i = 0; i < count; i += BLOCK_REGISTERS) {
+    const __m512 factor = _mm512_set1_ps(MOST / largest), finer = _mm512_set1_ps(FINER);
+    for (long at = 0; at < length; at += TURNED) {
+        __m512 scaled[BLOCK_REGISTERS];
         __m512i whole[BLOCK_REGISTERS];
 #pragma GCC unroll 4
-        for (int j = 0; j < BLOCK_REGISTERS; j++)
-            whole[j] = _mm512_cvtps_epi32(_mm512_mul_ps(x[i + j], factor));
-        const __m512i packed =
-            _mm512_packs_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3]));
-        _mm512_storeu_si512(values + 16 * i, _mm512_xor_si512(_mm512_permutexvar_epi32(order, packed), zero));
-    }
-}
-
-/* `count` registers of a group. */
-INLINE void store_registers(__m512 *x, const int count, uint16_t *plain, uint8_t *values, float *scale)
-{
-    if (plain)
+        for (int i = 0; i < BLOCK_REGISTERS; i++) {
+            scaled[i] = _mm512_mul_ps(_mm512_load_ps(turned + at + 16 * i), factor);
+            whole[i] = _mm512_cvtps_epi32(scaled[i]);
+        }
+        _mm512_storeu_si512(values + at, to_bytes(whole));
+        if (!fine)
+            continue;
 #pragma GCC unroll 4
-        for (int i = 0; i < count; i += 2)
-            _mm512_storeu_si512(plain + 16 * i, to_bf16(x[i], x[i + 1]));
-    if (values) {
-#pragma GCC unroll 2
-        for (int i = 0; i < count; i += BLOCK_REGISTERS)
-            turn_four(x + i);
-        quantize_group(x, count, values, scale);
+        for (int i = 0; i < BLOCK_REGISTERS; i++) {
+            const __m512 left = _mm512_sub_ps(scaled[i], _mm512_cvtepi32_ps(whole[i]));
+            whole[i] = _mm512_cvtps_epi32(_mm512_mul_ps(left, finer));
+        }
+        _mm512_storeu_si512(fine + at, to_bytes(whole));
     }
 }
 
-/* Group g of row t, of which `padded` is the length in values. x is overwritten. */
-INLINE void store_group(__m512 x[GROUP_REGISTERS], const struct quantized *q, long t, long g, long padded)
+/* 64 values from x on, of which `left` are there; zeros beyond. */
+INLINE void load_block(const float *x, long left, __m512 to[BLOCK_REGISTERS])
 {
-    const long at = t * padded + g * GROUP;
-    uint16_t *plain = q->plain ? q->plain + at : NULL;
-    uint8_t *values = q->values ? q->values + at : NULL;
-    float *scale = values ? q->scales + t * groups_of(padded) + g : NULL;
-    if (padded - g * GROUP > TURNED)
-        store_registers(x, GROUP_REGISTERS, plain, values, scale);
-    else
-        store_registers(x, BLOCK_REGISTERS, plain, values, scale);
-}
-
-/* 16 * count values from x on, of which `left` are there; zeros beyond. */
-INLINE void load_registers(const float *x, long left, const int count, __m512 *to)
-{
-    if (left >= 16 * count) {
-#pragma GCC unroll 8
-        for (int i = 0; i < count; i++)
+    if (left >= TURNED) {
+#pragma GCC unroll 4
+        for (int i = 0; i < BLOCK_REGISTERS; i++)
             to[i] = _mm512_loadu_ps(x + 16 * i);
         return;
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < count; i++) {
+#pragma GCC unroll 4
+    for (int i = 0; i < BLOCK_REGISTERS; i++) {
         const long here = left - 16 * i;
         const __mmask16 some = here >= 16 ? 0xFFFF : here > 0 ? (__mmask16)((1 << here) - 1) : 0;
         to[i] = _mm512_maskz_loadu_ps(some, x + 16 * i);
+    }
+}
+
+/* A row of numbers to row t of `to`. Where there are weights, the numbers are multiplied by `factor` and by these. */
+INLINE void quantize_row(const float *x, const float *weights, float factor, long width, const struct quantized *to,
+                         long t)
+{
+    float turned[MOST_GROUP] __attribute__((aligned(64)));
+    const long padded = padded_to_blocks(width), length = group_of(width), row = t * padded;
+    float *scales = to->scales + t * groups_of(width);
+    for (long start = 0; start < padded; start += length) {
+        const long stop = start + length < padded ? start + length : padded;
+        __m512i most = _mm512_setzero_si512(), second = most;
+        for (long at = start; at < stop; at += TURNED) {
+            __m512 block[BLOCK_REGISTERS], by[BLOCK_REGISTERS];
+            load_block(x + at, width - at, block);
+            if (weights) {
+                load_block(weights + at, width - at, by);
+#pragma GCC unroll 4
+                for (int i = 0; i < BLOCK_REGISTERS; i++)
+                    block[i] = _mm512_mul_ps(_mm512_mul_ps(block[i], _mm512_set1_ps(factor)), by[i]);
+            }
+            if (to->plain)
+#pragma GCC unroll 2
+                for (int i = 0; i < BLOCK_REGISTERS; i += 2)
+                    _mm512_storeu_si512(to->plain + row + at + 16 * i, to_bf16(block[i], block[i + 1]));
+            if (!to->values)
+                continue;
+            turn_four(block);
+#pragma GCC unroll 4
+            for (int i = 0; i < BLOCK_REGISTERS; i++)
+                _mm512_store_ps(turned + at - start + 16 * i, block[i]);
+            most = larger_bits(larger_bits(most, block[0]), block[1]);
+            second = larger_bits(larger_bits(second, block[2]), block[3]);
+        }
+        if (to->values)
+            quantize_group(turned, stop - start, _mm512_max_epi32(most, second), to->values + row + start,
+                           to->fine ? to->fine + row + start : NULL, scales++);
     }
 }
 

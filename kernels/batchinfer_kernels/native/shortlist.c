@@ -9,7 +9,7 @@
 #include <math.h>
 #include <omp.h>
 
-#include "panels.h"
+#include "products.h"
 
 enum { HALF = PANEL / 2 };
 
@@ -42,11 +42,11 @@ void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width,
         double length = 0.0, error = 0.0;
         for (long k = 0; k < width; k += 16)
             _mm512_storeu_ps(weight + k, from_bf16(_mm256_loadu_si256((const void *)(plain + n * width + k))));
-        batchinfer_quantize_weight_row(weight, width, weight, values, &scale);
+        batchinfer_quantize_weight_row(weight, width, weight, values, NULL, &scale);
         memcpy(to, &scale, 4);
         to += VECTOR;
-        for (long at = 0; at < width; at += GROUP) {
-            const long stop = least(width, at + GROUP);
+        for (long at = 0; at < width; at += group_of(width)) {
+            const long stop = least(width, at + group_of(width));
             int32_t sum = 0;
             for (long k = at; k < stop; k++) {
                 const float off = weight[k] - values[k] * scale;
@@ -68,9 +68,11 @@ void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width,
 
 static struct spread spread_of(const struct quantized *x, long t, long width)
 {
+    const long group = group_of(width);
+    const float *scales = x->scales + t * groups_of(width);
     __m512 error = _mm512_setzero_ps(), length = error;
     for (long at = 0; at < width; at += TURNED) {
-        const __m512 scale = _mm512_set1_ps(x->scales[t * groups_of(width) + at / GROUP]);
+        const __m512 scale = _mm512_set1_ps(scales[at / group]);
         const uint8_t *values = x->values + t * width + at;
         const uint16_t *plain = x->plain + t * width + at;
         __m512 turned[BLOCK_REGISTERS];
@@ -156,6 +158,35 @@ long batchinfer_largest_scratch_bytes(long rows, const struct packed *w, int thr
     return rows * ((halves_of(w) + threads) * (long)sizeof(float) + (long)sizeof(struct spread));
 }
 
+/* What the outputs of bytes say of rows; ceilings and floors are the largest's, see there. */
+struct looking {
+    const struct spread *spreads;
+    const float *lengths, *errors;
+    float *ceilings, *floors;
+    long halves;
+};
+
+INLINE void look_at_half(const struct looking *looking, long column, long end, long t, __m512 sum)
+{
+    const __m512 error = _mm512_set1_ps(looking->spreads[t].error);
+    const __m512 length = _mm512_set1_ps(looking->spreads[t].length);
+    const __m512 bound = _mm512_fmadd_ps(error, _mm512_loadu_ps(looking->lengths + column),
+                                         _mm512_mul_ps(length, _mm512_loadu_ps(looking->errors + column)));
+    const __m512 ceiling = _mm512_add_ps(sum, bound);
+    float *const floor = looking->floors + t;
+    const __mmask16 some = _mm512_mask_cmp_ps_mask(lanes(column, end), ceiling, _mm512_set1_ps(*floor), _CMP_GE_OQ);
+    if (some) {
+        *floor = fmaxf(*floor, _mm512_mask_reduce_max_ps(some, _mm512_sub_ps(sum, bound)));
+        looking->ceilings[t * looking->halves + column / HALF] = _mm512_mask_reduce_max_ps(some, ceiling);
+    }
+}
+
+INLINE void look(const void *taker, struct columns columns, long t, __m512 first, __m512 second)
+{
+    look_at_half(taker, columns.first, columns.end, t, first);
+    look_at_half(taker, columns.first + HALF, columns.end, t, second);
+}
+
 /* index [rows]: where the plain features of x W^T are largest, the lowest among equals; finite [rows]: whether the row
  * and that output are finite. x has values and plain; the bytes of w stand for the same features. scratch:
  * ceilings [rows][halves], what no output of a half is above, -infinity where the largest is not among them; floors
@@ -164,7 +195,7 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
                         const float *errors, int64_t *index, uint8_t *finite, void *scratch, int threads)
 {
     const long panels = panels_of(w->num_plain), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    const long halves = halves_of(w), step = rows_at_a_time();
+    const long halves = halves_of(w);
     float *all_ceilings = scratch, *all_floors = all_ceilings + rows * halves;
     struct spread *spreads = (struct spread *)(all_floors + threads * rows);
 #pragma omp parallel num_threads(threads)
@@ -177,39 +208,19 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
             for (long half = 0; half < halves; half += HALF)
                 _mm512_storeu_ps(all_ceilings + t * halves + half, _mm512_set1_ps(-INFINITY));
         }
-        begin_tiles();
-#pragma omp for collapse(2) schedule(dynamic, 4)
+        const struct looking looking = {spreads, lengths, errors, all_ceilings,
+                                        all_floors + omp_get_thread_num() * rows, halves};
+        struct tiling tiling;
+        begin_products(&tiling);
+#pragma omp for collapse(2) schedule(dynamic, 4) nowait
         for (long block = 0; block < blocks; block++)
             for (long panel = 0; panel < panels; panel++) {
-                float *floors = all_floors + omp_get_thread_num() * rows;
-                const long first = panel * PANEL, stop = least(rows, (block + 1) * ROW_BLOCK);
-                const __mmask16 there[2] = {lanes(first, w->num_plain), lanes(first + 16, w->num_plain)};
-                struct ahead ahead = next_panel(w, panel, stop - block * ROW_BLOCK);
-                for (long t = block * ROW_BLOCK; t < stop; t += step) {
-                    const long here = least(step, stop - t);
-                    __m512 sum[MOST_ROWS][2];
-                    bytes_tile(here, &ahead, x, t, w, panel, sum);
-                    for (long r = 0; r < here; r++) {
-                        const __m512 error = _mm512_set1_ps(spreads[t + r].error);
-                        const __m512 length = _mm512_set1_ps(spreads[t + r].length);
-                        float *ceilings = all_ceilings + (t + r) * halves + 2 * panel;
-                        for (int half = 0; half < 2; half++) {
-                            const long from = first + 16 * half;
-                            const __m512 bound = _mm512_fmadd_ps(error, _mm512_loadu_ps(lengths + from),
-                                                                 _mm512_mul_ps(length, _mm512_loadu_ps(errors + from)));
-                            const __m512 ceiling = _mm512_add_ps(sum[r][half], bound);
-                            const __mmask16 some = _mm512_mask_cmp_ps_mask(
-                                there[half], ceiling, _mm512_set1_ps(floors[t + r]), _CMP_GE_OQ);
-                            if (some) {
-                                const __m512 floor = _mm512_sub_ps(sum[r][half], bound);
-                                floors[t + r] = fmaxf(floors[t + r], _mm512_mask_reduce_max_ps(some, floor));
-                                ceilings[half] = _mm512_mask_reduce_max_ps(some, ceiling);
-                            }
-                        }
-                    }
-                }
+                const struct columns columns = {panel * PANEL, w->num_plain};
+                multiply_panel(&tiling, x, rows, w, panel, block * ROW_BLOCK, least(rows, (block + 1) * ROW_BLOCK),
+                               columns, look, &looking);
             }
-        end_tiles();
+        finish(&tiling, look, &looking);
+#pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
         for (long t = 0; t < rows; t++) {
             const int is_finite = isfinite(spreads[t].error) && isfinite(spreads[t].length);
