@@ -32,7 +32,7 @@ from batchinfer_kernels import cpu, reference
 from batchinfer_kernels.probe import RowRule
 
 TURNED = 64
-MOST_BLOCKS = 3  # of a group
+MOST_BLOCKS = 5  # of a group
 FINER = 254
 MOST = 127
 ZERO = 128  # what stands for 0 among the bytes of activations

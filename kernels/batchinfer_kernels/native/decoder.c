@@ -12,7 +12,7 @@
 #include "layers.h"
 
 /* A share: enough rows to be worth reading all weights of a layer for, few enough to stay in the second-level cache. */
-enum { ROWS_AT_A_TIME = 8, LEAST_SHARE = 32, MOST_SHARE = 128 };
+enum { ROWS_AT_A_TIME = 8, LEAST_SHARE = 32, MOST_SHARE = 256 };
 
 /* Norms' weights [hidden]; biases as the products take them, or NULL. */
 struct decoder_layer {
@@ -84,7 +84,7 @@ static struct buffers lay_out(const struct decoder *decoder, long rows, struct a
     struct buffers found;
     found.x = take_quantized(arena, rows, hidden > q_size ? hidden : q_size, 1);
     found.inner = take_quantized(arena, rows, decoder->layers[0].down.width, 0);
-    found.gated = take(arena, rows * decoder->layers[0].down.width * sizeof(float));
+    found.gated = take(arena, rows * gated_stride(decoder->layers[0].down.width) * sizeof(float));
     found.qkv = take(arena, rows * (q_size + 2 * kv_size) * sizeof(float));
     found.attended = take(arena, rows * q_size * sizeof(float));
     found.queries = take(arena, rows * q_size * 2);
@@ -200,7 +200,7 @@ static void end_layer(const struct decoder *decoder, const struct decoder_step *
     const struct quantized at_inner = from_row(&buffers->inner, first, layer->down.width);
     const struct quantized inner = for_layer(&at_inner, &layer->down);
     batchinfer_gated_part(&again, rows, &layer->gate_up, layer->gate_up_bias,
-                          buffers->gated + first * layer->down.width, &inner);
+                          buffers->gated + first * gated_stride(layer->down.width), &inner);
     batchinfer_linear_part(&inner, rows, &layer->down, layer->down_bias, stream, 1);
 
     if (at + 1 < decoder->num_layers)

@@ -115,7 +115,7 @@ INLINE __m512 silu(__m512 x)
 struct gated {
     float *inner;
     const float *bias;
-    long width;
+    long stride;
 };
 
 INLINE void take_gated(const void *taker, struct columns columns, long t, __m512 gate, __m512 up)
@@ -125,14 +125,14 @@ INLINE void take_gated(const void *taker, struct columns columns, long t, __m512
         gate = _mm512_add_ps(gate, _mm512_loadu_ps(gated->bias + columns.first));
         up = _mm512_add_ps(up, _mm512_loadu_ps(gated->bias + columns.first + 16));
     }
-    _mm512_storeu_ps(gated->inner + t * gated->width + columns.first / 2, _mm512_mul_ps(silu(gate), up));
+    _mm512_storeu_ps(gated->inner + t * gated->stride + columns.first / 2, _mm512_mul_ps(silu(gate), up));
 }
 
 void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
                            float *inner, const struct quantized *y)
 {
-    const long panels = w->num_values / PANEL, width = panels * PANEL / 2;
-    const struct gated gated = {inner, bias, width};
+    const long panels = w->num_values / PANEL, width = panels * PANEL / 2, stride = gated_stride(width);
+    const struct gated gated = {inner, bias, stride};
     const struct cut cut = cut_rows(rows, panels);
     struct tiling tiling;
     begin_products(&tiling);
@@ -150,7 +150,7 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
 #pragma omp barrier
 #pragma omp for schedule(dynamic, ROWS_AT_ONCE)
     for (long t = 0; t < rows; t++)
-        batchinfer_quantize_row(inner + t * width, width, y, t);
+        batchinfer_quantize_row(inner + t * stride, width, y, t);
 }
 
 void batchinfer_int8_linear(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,

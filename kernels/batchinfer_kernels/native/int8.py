@@ -197,7 +197,8 @@ class NativeInt8:
     def gated(self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None) -> NativeRows:
         structure, num_rows = packed_struct(packed), len(x)
         width = structure.num_values // 2
-        rows, inner = NativeRows(num_rows, width, values=True, fine=False, plain=False), torch.empty(num_rows, width)
+        rows = NativeRows(num_rows, width, values=True, fine=False, plain=False)
+        inner = torch.empty(num_rows, (width // HALF | 1) * HALF)  # gated_stride
         bias = None if bias is None else gated_bias(bias)
         threads = torch.get_num_threads()
         self._gated(_rows(x), num_rows, structure, address(bias), inner.data_ptr(), rows.struct, threads)

@@ -13,6 +13,10 @@ struct packed {
     long num_values, num_fine, num_plain; /* output features that are kept as bytes, behind them as fine bytes, as bfloat16 */
 };
 
+/* Floats from one row to the next where a layer's gated outputs lie: an odd number of lines, since rows of an even one
+ * get in each other's way in the first-level cache. */
+INLINE long gated_stride(long width) { return (width / 16 | 1) * 16; }
+
 /* ---- Of one row ---- */
 
 /* `width` floats to row t of `to`. */
@@ -37,7 +41,8 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
                             int add);
 
 /* y = quantized silu(x G^T) * (x U^T). A panel of w holds 16 features of G and the same 16 of U; bias [panels][PANEL]
- * likewise, or NULL. y is padded to whole blocks, and so is the number of panels. inner: scratch for as many floats. */
+ * likewise, or NULL. y is padded to whole blocks, and so is the number of panels. inner: scratch, [rows][gated_stride]
+ * floats. */
 void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
                            float *inner, const struct quantized *y);
 

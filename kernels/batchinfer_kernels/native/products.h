@@ -32,7 +32,7 @@ INLINE long rows_at_a_time(void) { return batchinfer_tiles ? TILED_ROWS : ROWS; 
 struct sums {
     const int32_t (*whole)[PANEL]; /* of fine panels 16 rows, then those of what is finer */
     const float *scales;
-    const char *panel;
+    const char *panel, *begins;
     long groups, t, from, to;
     int is_first, is_last, is_fine;
     struct columns columns;
@@ -67,41 +67,66 @@ INLINE void begin_products(struct tiling *tiling)
     tiling->at = 0;
 }
 
+/* Rows from .. to of those that wait, of which the compiler knows what they are. */
+INLINE void scale_sums(const int is_fine, const int is_first, const int is_last, const struct sums *s, long from,
+                       long to, float (*sum)[PANEL], take_sums *take, const void *taker)
+{
+    const __m512 scale0 = _mm512_loadu_ps(s->panel), scale1 = _mm512_loadu_ps(s->panel + 64);
+    const int32_t(*const whole)[PANEL] = s->whole;
+    const float *scales = s->scales + from * s->groups;
+    __m512i begin[2], finer_begin[2];
+    for (int half = 0; half < 2; half++) {
+        begin[half] = _mm512_loadu_si512(s->begins + 64 * half);
+        finer_begin[half] = is_fine ? _mm512_loadu_si512(s->begins + VECTOR + 64 * half) : _mm512_setzero_si512();
+    }
+    const struct columns columns = s->columns;
+    const long groups = s->groups, t = s->t;
+#pragma GCC unroll 4
+    for (long r = from; r < to; r++, scales += groups) {
+        const __m512 scale = _mm512_set1_ps(*scales);
+        __m512 part[2];
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const __m512i exact = _mm512_add_epi32(begin[half], _mm512_load_si512(whole[r] + 16 * half));
+            if (is_fine)
+                part[half] = fine_group_sums(exact, _mm512_add_epi32(finer_begin[half], _mm512_load_si512(whole[TILE_ROWS + r] + 16 * half)));
+            else
+                part[half] = group_sums(exact);
+            if (is_first)
+                part[half] = _mm512_mul_ps(scale, part[half]);
+            else
+                part[half] = _mm512_fmadd_ps(scale, part[half], _mm512_load_ps(sum[r] + 16 * half));
+            if (!is_last)
+                _mm512_store_ps(sum[r] + 16 * half, part[half]);
+        }
+        if (is_last)
+            take(taker, columns, t + r, _mm512_mul_ps(part[0], scale0), _mm512_mul_ps(part[1], scale1));
+    }
+}
+
 /* The next `count` of the rows that wait. */
 INLINE void finish_rows(struct tiling *tiling, long count, take_sums *take, const void *taker)
 {
     struct sums *const s = &tiling->waiting;
-    const long stop = least(s->to, s->from + count);
-    if (s->from >= stop)
+    const long from = s->from, stop = least(s->to, from + count);
+    if (from >= stop)
         return;
-    const __m512 scale0 = _mm512_loadu_ps(s->panel), scale1 = _mm512_loadu_ps(s->panel + 64);
-    for (long r = s->from; r < stop; r++) {
-        const __m512 scale = _mm512_set1_ps(s->scales[r * s->groups]);
-        const int32_t *whole = s->whole[r];
-        __m512 first, second;
-        if (s->is_fine) {
-            const int32_t *finer = s->whole[TILE_ROWS + r];
-            first = fine_group_sums(_mm512_load_si512(whole), _mm512_load_si512(finer));
-            second = fine_group_sums(_mm512_load_si512(whole + 16), _mm512_load_si512(finer + 16));
-        } else {
-            first = group_sums(_mm512_load_si512(whole));
-            second = group_sums(_mm512_load_si512(whole + 16));
-        }
-        float *const sum = tiling->sum[r];
-        if (s->is_first) {
-            first = _mm512_mul_ps(scale, first);
-            second = _mm512_mul_ps(scale, second);
-        } else {
-            first = _mm512_fmadd_ps(scale, first, _mm512_load_ps(sum));
-            second = _mm512_fmadd_ps(scale, second, _mm512_load_ps(sum + 16));
-        }
-        if (s->is_last) {
-            take(taker, s->columns, s->t + r, _mm512_mul_ps(first, scale0), _mm512_mul_ps(second, scale1));
-        } else {
-            _mm512_store_ps(sum, first);
-            _mm512_store_ps(sum + 16, second);
-        }
-    }
+#define SCALE(is_first, is_last)                                                             \
+    do {                                                                                     \
+        if (s->is_fine)                                                                      \
+            scale_sums(1, is_first, is_last, s, from, stop, tiling->sum, take, taker);       \
+        else                                                                                 \
+            scale_sums(0, is_first, is_last, s, from, stop, tiling->sum, take, taker);       \
+    } while (0)
+    if (s->is_last && s->is_first)
+        SCALE(1, 1);
+    else if (s->is_last)
+        SCALE(0, 1);
+    else if (s->is_first)
+        SCALE(1, 0);
+    else
+        SCALE(0, 0);
+#undef SCALE
     s->from = stop;
 }
 
@@ -121,17 +146,14 @@ INLINE void multiply_tiles(struct tiling *tiling, struct ahead *ahead, const int
         const char *fine_weights = weights + 2 * VECTOR + length * PANEL;
         const long count = (tiling->waiting.to - tiling->waiting.from + steps - 1) / steps;
         int32_t(*whole)[PANEL] = tiling->whole[tiling->at];
-        _tile_loadd(0, weights, 0); /* the same for all rows */
-        _tile_loadd(1, weights + 64, 0);
-        if (is_fine) {
-            _tile_loadd(2, weights + VECTOR, 0);
-            _tile_loadd(3, weights + VECTOR + 64, 0);
-            weights += VECTOR;
-        } else if (is_two) {
-            _tile_loadd(2, weights, 0);
-            _tile_loadd(3, weights + 64, 0);
+        const char *const begins = weights;
+        weights += is_fine ? 2 * VECTOR : VECTOR;
+        _tile_zero(0);
+        _tile_zero(1);
+        if (is_fine || is_two) {
+            _tile_zero(2);
+            _tile_zero(3);
         }
-        weights += VECTOR;
         for (long k = 0; k < length; k += TURNED, weights += TURNED * PANEL) {
             _tile_loadd(4, values + k, width);
             _tile_loadd(6, weights, VECTOR);
@@ -161,7 +183,7 @@ INLINE void multiply_tiles(struct tiling *tiling, struct ahead *ahead, const int
             _tile_stored(2, whole[TILE_ROWS], VECTOR);
             _tile_stored(3, whole[TILE_ROWS] + 16, VECTOR);
         }
-        tiling->waiting = (struct sums){(const int32_t(*)[PANEL])whole, x->scales + t * groups + g, panel, groups, t,
+        tiling->waiting = (struct sums){(const int32_t(*)[PANEL])whole, x->scales + t * groups + g, panel, begins, groups, t,
                                         from, to, g == 0, g == groups - 1, is_fine, columns};
         tiling->at ^= 1;
     }

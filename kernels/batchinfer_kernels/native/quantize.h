@@ -14,7 +14,7 @@
  * are fine bytes. */
 enum {
     TURNED = 64,
-    MOST_BLOCKS = 3,
+    MOST_BLOCKS = 5,
     MOST_GROUP = MOST_BLOCKS * TURNED,
     MOST = 127,
     ZERO = 128,
