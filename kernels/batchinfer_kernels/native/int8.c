@@ -112,10 +112,11 @@ INLINE __m512 silu(__m512 x)
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), power));
 }
 
+/* Of some groups of outputs, in rows of `stride`. */
 struct gated {
     float *inner;
     const float *bias;
-    long stride;
+    long stride, first;
 };
 
 INLINE void take_gated(const void *taker, struct columns columns, long t, __m512 gate, __m512 up)
@@ -125,32 +126,38 @@ INLINE void take_gated(const void *taker, struct columns columns, long t, __m512
         gate = _mm512_add_ps(gate, _mm512_loadu_ps(gated->bias + columns.first));
         up = _mm512_add_ps(up, _mm512_loadu_ps(gated->bias + columns.first + 16));
     }
-    _mm512_storeu_ps(gated->inner + t * gated->stride + columns.first / 2, _mm512_mul_ps(silu(gate), up));
+    _mm512_storeu_ps(gated->inner + t * gated->stride + columns.first / 2 - gated->first, _mm512_mul_ps(silu(gate), up));
 }
 
 void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
                            float *inner, const struct quantized *y)
 {
-    const long panels = w->num_values / PANEL, width = panels * PANEL / 2, stride = gated_stride(width);
-    const struct gated gated = {inner, bias, stride};
-    const struct cut cut = cut_rows(rows, panels);
-    struct tiling tiling;
-    begin_products(&tiling);
+    const long width = w->num_values / 2, group = group_of(width), groups = groups_of(width);
+    /* Alone a thread makes a group at a time, which stays in its second-level cache; several would wait too often. */
+    const long together = omp_get_num_threads() > 1 ? groups : 1, stride = gated_stride(least(width, together * group));
+    for (long g = 0; g < groups; g += together) {
+        const long first = g * group, end = least(width, first + together * group);
+        const long from = first / 16, panels = (end - first) / 16;
+        const struct gated gated = {inner, bias, stride, first};
+        const struct cut cut = cut_rows(rows, panels);
+        struct tiling tiling;
+        begin_products(&tiling);
 #pragma omp for collapse(3) schedule(dynamic, 1) nowait
-    for (long block = 0; block < cut.blocks; block++)
-        for (long panel = 0; panel < panels; panel++)
-            for (long piece = 0; piece < cut.pieces; piece++) {
-                const struct span span = rows_of(&cut, rows, block, piece);
-                if (span.start >= span.stop)
-                    continue;
-                const struct columns columns = {panel * PANEL, w->num_values};
-                multiply_panel(&tiling, x, rows, w, panel, span.start, span.stop, columns, take_gated, &gated);
-            }
-    finish(&tiling, take_gated, &gated);
+        for (long block = 0; block < cut.blocks; block++)
+            for (long panel = 0; panel < panels; panel++)
+                for (long piece = 0; piece < cut.pieces; piece++) {
+                    const struct span span = rows_of(&cut, rows, block, piece);
+                    if (span.start >= span.stop)
+                        continue;
+                    const struct columns columns = {(from + panel) * PANEL, w->num_values};
+                    multiply_panel(&tiling, x, rows, w, from + panel, span.start, span.stop, columns, take_gated, &gated);
+                }
+        finish(&tiling, take_gated, &gated);
 #pragma omp barrier
 #pragma omp for schedule(dynamic, ROWS_AT_ONCE)
-    for (long t = 0; t < rows; t++)
-        batchinfer_quantize_row(inner + t * stride, width, y, t);
+        for (long t = 0; t < rows; t++)
+            quantize_groups(inner + t * stride, NULL, 1.0f, end - first, width, g, least(groups, g + together), y, t);
+    }
 }
 
 void batchinfer_int8_linear(const struct quantized *x, long rows, const struct packed *w, const float *bias, float *y,

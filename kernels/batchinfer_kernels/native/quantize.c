@@ -8,7 +8,7 @@ enum { ROWS_AT_A_TIME = 4 };
 
 void batchinfer_quantize_row(const float *x, long width, const struct quantized *to, long t)
 {
-    quantize_row(x, NULL, 1.0f, width, to, t);
+    quantize_groups(x, NULL, 1.0f, width, width, 0, groups_of(width), to, t);
 }
 
 /* A row's squares are summed lane by lane, the lanes in the end. */
@@ -29,7 +29,8 @@ void batchinfer_rms_norm_row(const float *x, const float *weight, float eps, lon
     for (int i = LANES / 2; i; i /= 2)
         for (int j = 0; j < i; j++)
             squares[j] = _mm512_add_ps(squares[j], squares[j + i]);
-    quantize_row(x, weight, 1.0f / sqrtf(_mm512_reduce_add_ps(squares[0]) / (float)width + eps), width, to, t);
+    const float inverse = 1.0f / sqrtf(_mm512_reduce_add_ps(squares[0]) / (float)width + eps);
+    quantize_groups(x, weight, inverse, width, width, 0, groups_of(width), to, t);
 }
 
 /* x: [rows, width] floats. */

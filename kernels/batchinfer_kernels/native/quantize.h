@@ -123,21 +123,22 @@ INLINE void load_block(const float *x, long left, __m512 to[BLOCK_REGISTERS])
     }
 }
 
-/* A row of numbers to row t of `to`. Where there are weights, the numbers are multiplied by `factor` and by these. */
-INLINE void quantize_row(const float *x, const float *weights, float factor, long width, const struct quantized *to,
-                         long t)
+/* Groups first .. last of row t of `to`, from the numbers of the first of them on; `left` numbers are there. Where there
+ * are weights, the numbers are multiplied by `factor` and by these. */
+INLINE void quantize_groups(const float *x, const float *weights, float factor, long left, long width, long first,
+                            long last, const struct quantized *to, long t)
 {
     float turned[MOST_GROUP] __attribute__((aligned(64)));
     const long padded = padded_to_blocks(width), length = group_of(width), row = t * padded;
-    float *scales = to->scales + t * groups_of(width);
-    for (long start = 0; start < padded; start += length) {
-        const long stop = start + length < padded ? start + length : padded;
+    for (long g = first; g < last; g++) {
+        const long start = g * length, stop = start + length < padded ? start + length : padded;
         __m512i most = _mm512_setzero_si512(), second = most;
-        for (long at = start; at < stop; at += TURNED) {
+        for (long at = start; at < stop; at += TURNED, x += TURNED, left -= TURNED) {
             __m512 block[BLOCK_REGISTERS], by[BLOCK_REGISTERS];
-            load_block(x + at, width - at, block);
+            load_block(x, left, block);
             if (weights) {
-                load_block(weights + at, width - at, by);
+                load_block(weights, left, by);
+                weights += TURNED;
 #pragma GCC unroll 4
                 for (int i = 0; i < BLOCK_REGISTERS; i++)
                     block[i] = _mm512_mul_ps(_mm512_mul_ps(block[i], _mm512_set1_ps(factor)), by[i]);
@@ -157,7 +158,7 @@ INLINE void quantize_row(const float *x, const float *weights, float factor, lon
         }
         if (to->values)
             quantize_group(turned, stop - start, _mm512_max_epi32(most, second), to->values + row + start,
-                           to->fine ? to->fine + row + start : NULL, scales++);
+                           to->fine ? to->fine + row + start : NULL, to->scales + t * groups_of(width) + g);
     }
 }
 
