@@ -15,7 +15,7 @@
 #include "tiles.h"
 
 /* Rows of two tiles. Of fewer than LEAST_TILED rows products are made in registers. */
-enum { TILED_ROWS = 2 * TILE_ROWS, LEAST_TILED = 6, ROW_BLOCK = 192 };
+enum { TILED_ROWS = 2 * TILE_ROWS, LEAST_TILED = 8, ROW_BLOCK = 192 };
 
 /* Which of a layer's outputs a panel gives: columns from `first` on, where there are any up to `end`. */
 struct columns {
