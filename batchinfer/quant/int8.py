@@ -99,8 +99,8 @@ class Int8Weights:
 
 
 class _Rows:
-    """A layer's rows as they come, quantized: values int8 [N, Kp], scales float32 [N] and, of the last features, fine int8
-    [Nf, Kp]; or plain bfloat16 [N, K]."""
+    """A layer's rows as they come, quantized: values int8 [N, Kp], scales float32 [N] and, of the last features, fine
+    int8 [Nf, Kp]; or plain bfloat16 [N, K]."""
 
     def __init__(self, shape: LinearShape, ops: Int8Ops) -> None:
         self._ops = ops

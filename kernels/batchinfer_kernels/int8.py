@@ -7,10 +7,10 @@ activations with one for each token and group of blocks (`group_of`). Within a g
 that a row's bytes do not depend on the rows beside it, nor on the machine.
 
 The last output features of a layer may be "fine", for parts whose errors count for more: what rounding left of their
-weights and of the activations is kept as well, in units of a step / FINER, and a product is that of the bytes, exact, and
-those of the one's bytes with what is left of the other, exact again. (Left of both is next to nothing.) Or they may be
-kept in bfloat16 ("plain"), as a language model's head is: these take the activations rounded to bfloat16, and neither
-is turned.
+weights and of the activations is kept as well, in units of a step / FINER, and a product is that of the bytes, exact,
+and those of the one's bytes with what is left of the other, exact again. (Left of both is next to nothing.) Or they may
+be kept in bfloat16 ("plain"), as a language model's head is: these take the activations rounded to bfloat16, and
+neither is turned.
 
 Legend: T tokens, K inputs, Kp = K padded with zeros to whole blocks, G groups of Kp inputs, N8 output features in int8,
 Nf fine ones, N16 in bfloat16, N = N8 + Nf + N16, I inner features of a gated layer. `native` has the same in C.
@@ -80,15 +80,15 @@ class Int8Ops(Protocol):
     """`Ops.int8`. A packed layer is a dict of tensors that only the implementation that made it knows."""
 
     def quantize_weight(self, rows: Tensor, values: Tensor, scales: Tensor, fine: Tensor | None = None) -> None:
-        """Rows float32 [n, K], which may be overwritten, to values int8 [n, Kp] and scales float32 [n], and to fine, int8
-        [n, Kp], where that is given; all on the CPU and contiguous. Several threads may do this."""
+        """Rows float32 [n, K], which may be overwritten, to values int8 [n, Kp] and scales float32 [n], and to fine,
+        int8 [n, Kp], where that is given; all on the CPU and contiguous. Several threads may do this."""
         ...
 
     def pack(
         self, values: Tensor | None, scales: Tensor | None, plain: Tensor | None, fine: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """values int8 [N8 + Nf, Kp] with scales float32 [N8 + Nf] and, of the last of them, fine int8 [Nf, Kp], or None;
-        then plain bfloat16 [N16, K]. Either values or plain may be None."""
+        """values int8 [N8 + Nf, Kp] with scales float32 [N8 + Nf] and, of the last of them, fine int8 [Nf, Kp], or
+        None; then plain bfloat16 [N16, K]. Either values or plain may be None."""
         ...
 
     def pack_gated(
@@ -232,7 +232,7 @@ class ReferenceInt8:
 
 
 def group_of(width: int) -> int:
-    """The width of a group of a row's inputs: as few groups as can be, as even as they can be. The last may be shorter."""
+    """The width of a group of a row's inputs: as few groups as can be, as even as can be. The last may be shorter."""
     blocks = -(-width // TURNED)
     return -(-blocks // -(-blocks // MOST_BLOCKS)) * TURNED
 
@@ -268,9 +268,9 @@ def _blocks(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 def _int8_product(x: QuantizedRows, values: Tensor, scales: Tensor, fine: Tensor | None) -> Tensor:
     """y[t, n] = scales[n] * (sum over groups, in order, of x.scales[t] * P[t, n]), each step of the sum a fused
-    multiply-add in float32, where P = float(I) = sum over k of (x.values[t, k] - ZERO) * values[n, k] is exact. For fine
-    features P = float(L) / FINER + float(I), fused as well: L, which is exact, are the products of one's bytes with what
-    is left of the other."""
+    multiply-add in float32, where P = float(I) = sum over k of (x.values[t, k] - ZERO) * values[n, k] is exact. For
+    fine features P = float(L) / FINER + float(I), fused as well: L, which is exact, are the products of one's bytes
+    with what is left of the other."""
     y = torch.zeros(len(x), values.shape[0], device=values.device)
     group, of_fine = group_of(values.shape[1]), slice(values.shape[0] - (0 if fine is None else len(fine)), None)
     for g in range(x.scales.shape[1]):

@@ -126,7 +126,8 @@ INLINE void take_gated(const void *taker, struct columns columns, long t, __m512
         gate = _mm512_add_ps(gate, _mm512_loadu_ps(gated->bias + columns.first));
         up = _mm512_add_ps(up, _mm512_loadu_ps(gated->bias + columns.first + 16));
     }
-    _mm512_storeu_ps(gated->inner + t * gated->stride + columns.first / 2 - gated->first, _mm512_mul_ps(silu(gate), up));
+    float *inner = gated->inner + t * gated->stride + columns.first / 2 - gated->first;
+    _mm512_storeu_ps(inner, _mm512_mul_ps(silu(gate), up));
 }
 
 void batchinfer_gated_part(const struct quantized *x, long rows, const struct packed *w, const float *bias,
@@ -150,7 +151,8 @@ void batchinfer_gated_part(const struct quantized *x, long rows, const struct pa
                     if (span.start >= span.stop)
                         continue;
                     const struct columns columns = {(from + panel) * PANEL, w->num_values};
-                    multiply_panel(&tiling, x, rows, w, from + panel, span.start, span.stop, columns, take_gated, &gated);
+                    multiply_panel(&tiling, x, rows, w, from + panel, span.start, span.stop, columns, take_gated,
+                                   &gated);
                 }
         finish(&tiling, take_gated, &gated);
 #pragma omp barrier

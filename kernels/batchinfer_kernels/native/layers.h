@@ -9,8 +9,9 @@
 struct packed {
     const char *bytes, *fine;
     const uint16_t *plain;
-    long width;                          /* of a row of activations, padded to a multiple of TURNED */
-    long num_values, num_fine, num_plain; /* output features that are kept as bytes, behind them as fine bytes, as bfloat16 */
+    long width; /* of a row of activations, padded to a multiple of TURNED */
+    /* Output features that are kept as bytes, behind them as fine bytes, behind these as bfloat16. */
+    long num_values, num_fine, num_plain;
 };
 
 /* Floats from one row to the next where a layer's gated outputs lie: an odd number of lines, since rows of an even one
@@ -26,8 +27,8 @@ void batchinfer_quantize_row(const float *x, long width, const struct quantized 
 void batchinfer_rms_norm_row(const float *x, const float *weight, float eps, long width, const struct quantized *to,
                              long t);
 
-/* A row of weights [width]: turned float32 [padded] to bytes and their scale, 0 where all are too small, NaN where one is
- * not finite. fine, what is left of them in units of their step / FINER, may be NULL. */
+/* A row of weights [width]: turned float32 [padded] to bytes and their scale, 0 where all are too small, NaN where one
+ * is not finite. fine, what is left of them in units of their step / FINER, may be NULL. */
 void batchinfer_quantize_weight_row(const float *row, long width, float *turned, int8_t *values, int8_t *fine,
                                     float *scale);
 

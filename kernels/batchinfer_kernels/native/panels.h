@@ -1,11 +1,11 @@
 /* Packed weights, and the product of one panel of them with a few rows of activations in 512-bit registers.
  *
  * Weights lie in panels of PANEL output features, so that a register holds what one instruction multiplies:
- *   bytes      [panels], each one stretch of memory that is read from its start to its end: scales [PANEL], then by group
- *              minus ZERO times the sums of the group's bytes [PANEL], where its sums begin, and the bytes
+ *   bytes      [panels], each one stretch of memory that is read from its start to its end: scales [PANEL], then by
+ *              group minus ZERO times the sums of the group's bytes [PANEL], where its sums begin, and the bytes
  *              [length / 4][2][16][4]; the last group may be shorter
- *   fine       the same, but by group two such vectors, the second minus ZERO times the sums of the group's bytes and of
- *              its fine ones, then the bytes, then the fine bytes
+ *   fine       the same, but by group two such vectors, the second minus ZERO times the sums of the group's bytes and
+ *              of its fine ones, then the bytes, then the fine bytes
  *   bfloat16   [panels][width / 2][2][16][2]
  * Sums of bytes are exact. All else is one chain of operations for each output number, in the order of k, whatever the
  * number of rows: rows are worked on ROWS at a time only because that many sums fit in registers, or other numbers in
@@ -118,7 +118,7 @@ INLINE void multiply_bytes(const int rows, struct ahead *ahead, const struct qua
     }
 }
 
-/* Up to FINE_ROWS rows from t on, of a fine panel: bytes with bytes, and what is finer of one with the other's bytes. */
+/* Up to FINE_ROWS rows from t on, of a fine panel: bytes with bytes, and what is finer of each with the other's. */
 INLINE void multiply_fine(const int rows, struct ahead *ahead, const struct quantized *x, long t, const char *panel,
                           long width, __m512 result[ROWS][2])
 {

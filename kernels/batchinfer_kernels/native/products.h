@@ -28,7 +28,7 @@ typedef void take_sums(const void *taker, struct columns columns, long t, __m512
 INLINE long rows_at_a_time(void) { return batchinfer_tiles ? TILED_ROWS : ROWS; }
 
 #ifdef __AMX_INT8__
-/* Sums of rows t + from .. t + to of a group, which are not scaled yet. */
+/* Sums of rows t + from .. t + to of a group, which are neither begun nor scaled yet. */
 struct sums {
     const int32_t (*whole)[PANEL]; /* of fine panels 16 rows, then those of what is finer */
     const float *scales;
@@ -67,6 +67,12 @@ INLINE void begin_products(struct tiling *tiling)
     tiling->at = 0;
 }
 
+/* Sums of 16 features that a tile has from 0 on, from where their panel begins them. */
+INLINE __m512i from_begin(const char *begins, const int32_t *whole)
+{
+    return _mm512_add_epi32(_mm512_loadu_si512(begins), _mm512_load_si512(whole));
+}
+
 /* Rows from .. to of those that wait, of which the compiler knows what they are. */
 INLINE void scale_sums(const int is_fine, const int is_first, const int is_last, const struct sums *s, long from,
                        long to, float (*sum)[PANEL], take_sums *take, const void *taker)
@@ -74,11 +80,6 @@ INLINE void scale_sums(const int is_fine, const int is_first, const int is_last,
     const __m512 scale0 = _mm512_loadu_ps(s->panel), scale1 = _mm512_loadu_ps(s->panel + 64);
     const int32_t(*const whole)[PANEL] = s->whole;
     const float *scales = s->scales + from * s->groups;
-    __m512i begin[2], finer_begin[2];
-    for (int half = 0; half < 2; half++) {
-        begin[half] = _mm512_loadu_si512(s->begins + 64 * half);
-        finer_begin[half] = is_fine ? _mm512_loadu_si512(s->begins + VECTOR + 64 * half) : _mm512_setzero_si512();
-    }
     const struct columns columns = s->columns;
     const long groups = s->groups, t = s->t;
 #pragma GCC unroll 4
@@ -87,9 +88,10 @@ INLINE void scale_sums(const int is_fine, const int is_first, const int is_last,
         __m512 part[2];
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            const __m512i exact = _mm512_add_epi32(begin[half], _mm512_load_si512(whole[r] + 16 * half));
+            const char *begins = s->begins + 64 * half;
+            const __m512i exact = from_begin(begins, whole[r] + 16 * half);
             if (is_fine)
-                part[half] = fine_group_sums(exact, _mm512_add_epi32(finer_begin[half], _mm512_load_si512(whole[TILE_ROWS + r] + 16 * half)));
+                part[half] = fine_group_sums(exact, from_begin(begins + VECTOR, whole[TILE_ROWS + r] + 16 * half));
             else
                 part[half] = group_sums(exact);
             if (is_first)
@@ -183,8 +185,18 @@ INLINE void multiply_tiles(struct tiling *tiling, struct ahead *ahead, const int
             _tile_stored(2, whole[TILE_ROWS], VECTOR);
             _tile_stored(3, whole[TILE_ROWS] + 16, VECTOR);
         }
-        tiling->waiting = (struct sums){(const int32_t(*)[PANEL])whole, x->scales + t * groups + g, panel, begins, groups, t,
-                                        from, to, g == 0, g == groups - 1, is_fine, columns};
+        tiling->waiting = (struct sums){.whole = (const int32_t(*)[PANEL])whole,
+                                        .scales = x->scales + t * groups + g,
+                                        .panel = panel,
+                                        .begins = begins,
+                                        .groups = groups,
+                                        .t = t,
+                                        .from = from,
+                                        .to = to,
+                                        .is_first = g == 0,
+                                        .is_last = g == groups - 1,
+                                        .is_fine = is_fine,
+                                        .columns = columns};
         tiling->at ^= 1;
     }
 }

@@ -1,5 +1,5 @@
-/* Activations as bytes: blocks of TURNED values of one row are turned, groups of blocks have a scale (see int8.py of the
- * package). */
+/* Activations as bytes: blocks of TURNED values of one row are turned, groups of blocks have a scale (see int8.py of
+ * the package). */
 
 #ifndef BATCHINFER_QUANTIZE_H
 #define BATCHINFER_QUANTIZE_H
@@ -10,8 +10,8 @@
 
 #include "turn.h"
 
-/* ZERO is the byte that stands for 0. A group has MOST_BLOCKS blocks at most. FINER: what a step is cut into where there
- * are fine bytes. */
+/* ZERO is the byte that stands for 0. A group has MOST_BLOCKS blocks at most. FINER: what a step is cut into where
+ * there are fine bytes. */
 enum {
     TURNED = 64,
     MOST_BLOCKS = 5,
@@ -123,8 +123,8 @@ INLINE void load_block(const float *x, long left, __m512 to[BLOCK_REGISTERS])
     }
 }
 
-/* Groups first .. last of row t of `to`, from the numbers of the first of them on; `left` numbers are there. Where there
- * are weights, the numbers are multiplied by `factor` and by these. */
+/* Groups first .. last of row t of `to`, from the numbers of the first of them on; `left` numbers are there. Where
+ * there are weights, the numbers are multiplied by `factor` and by these. */
 INLINE void quantize_groups(const float *x, const float *weights, float factor, long left, long width, long first,
                             long last, const struct quantized *to, long t)
 {

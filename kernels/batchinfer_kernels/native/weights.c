@@ -79,8 +79,8 @@ static __m512i pack_group(const int8_t *values, long width, long length, char *t
     return _mm512_mullo_epi32(sum, _mm512_set1_epi32(-ZERO));
 }
 
-/* Sixteen features, `values` int8 [16, width], `fine`, the same or NULL, and `scales` [16], to a panel's first half, or,
- * where `to` is 64 bytes on, to its second. */
+/* Sixteen features, `values` int8 [16, width], `fine`, the same or NULL, and `scales` [16], to a panel's first half,
+ * or, where `to` is 64 bytes on, to its second. */
 static void pack_half(const int8_t *values, const int8_t *fine, const float *scales, long width, char *to)
 {
     const long group = group_of(width), begins = fine ? 2 * VECTOR : VECTOR;
@@ -98,8 +98,8 @@ static void pack_half(const int8_t *values, const int8_t *fine, const float *sca
     }
 }
 
-/* Panels of bytes as panels.h has them. The first half of panel p are 16 rows of `low` int8 [, width] from row p * step on,
- * with their scales float32; the second half are those of `high`. Whole blocks. */
+/* Panels of bytes as panels.h has them. The first half of panel p are 16 rows of `low` int8 [, width] from row p * step
+ * on, with their scales float32; the second half are those of `high`. Whole blocks. */
 void batchinfer_pack_panels(const int8_t *low, const float *low_scales, const int8_t *high, const float *high_scales,
                             long step, long panels, long width, char *bytes)
 {
