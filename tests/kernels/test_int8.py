@@ -21,7 +21,7 @@ from batchinfer_kernels.table import resolve
 from torch import Tensor
 
 OPS = ReferenceInt8(STRICT)
-WIDTHS = (64, 100, 576, 1, 128, 640)  # one group and several, of one length and with a shorter one
+WIDTHS = (64, 100, 576, 1, 128, 1344)  # one group and several, of one length and with a shorter one
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -124,12 +124,13 @@ def test_a_quantized_row_is_near_the_row(width: int) -> None:
 
 
 def test_the_largest_of_a_group_is_a_whole_number_of_steps_and_zero_is_zero() -> None:
-    turned = torch.zeros(2, 4 * TURNED)
-    assert group_of(4 * TURNED) == 2 * TURNED
-    turned[0, [0, 5, 70, 130]] = torch.tensor([127.0, -3.0, 64.0, -2.0])
+    turned = torch.zeros(2, 6 * TURNED)
+    assert group_of(6 * TURNED) == 3 * TURNED
+    at = [0, 5, 70, 200]
+    turned[0, at] = torch.tensor([127.0, -3.0, 64.0, -2.0])
     turned[1, 191] = LEAST / 2
     rows = OPS.quantize(turn(turned))
-    assert (rows.values[0, [0, 5, 70, 130]].int() - ZERO).tolist() == [127, -3, 64, -127]
+    assert (rows.values[0, at].int() - ZERO).tolist() == [127, -3, 64, -127]
     assert rows.scales[0].tolist() == [1, pytest.approx(2 / 127)]
     assert (rows.values == ZERO).sum() == rows.values.numel() - 4 and not rows.scales[1].any()
 
@@ -146,13 +147,13 @@ def test_only_what_is_asked_for_is_made() -> None:
 
 @pytest.mark.parametrize("sick", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_in_its_row(sick: float) -> None:
-    x = activations(6, 320)
+    x = activations(6, 384)
     healthy = OPS.quantize(x)
-    assert group_of(320) == 192
+    assert group_of(384) == 192
     x[2, 200] = sick
     rows = OPS.quantize(x, fine=True, plain=True)
     assert rows.scales[2].isnan().tolist() == [False, True]
-    y = OPS.linear(rows, OPS.pack(*layer(40, 320), normal(8, 320).bfloat16(), finer(20, 320)), None, None)
+    y = OPS.linear(rows, OPS.pack(*layer(40, 384), normal(8, 384).bfloat16(), finer(20, 384)), None, None)
     others = [0, 1, 3, 4, 5]
     assert not y[2].isfinite().any() and y[others].isfinite().all()
     assert torch.equal(rows.values[others], healthy.values[others])

@@ -32,6 +32,7 @@ def test_one_configuration_of_each(capability: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_all(capability: int) -> None:
     found = compiled("--all", "--capability", str(capability))
