@@ -66,7 +66,7 @@ class Int8Weights:
         kept = (rows.values, rows.scales, rows.plain, rows.fine)
         values, scales, plain, fine = (None if x is None else x.to(self._device) for x in kept)
         if self._shape.gated:
-            assert values is not None and scales is not None
+            assert values is not None and scales is not None and fine is None
             gate_values, up_values = values.chunk(2)
             gate_scales, up_scales = scales.chunk(2)
             self.params = self._ops.pack_gated(gate_values, gate_scales, up_values, up_scales)

@@ -32,8 +32,8 @@ from batchinfer_kernels import cpu, reference
 from batchinfer_kernels.probe import RowRule
 
 TURNED = 64
-MOST_BLOCKS = 5  # of a group
-FINER = 254
+MOST_BLOCKS = 5  # of a group: with more of them errors grow, with fewer scaling takes longer
+FINER = 254  # what rounding leaves is at most half a step: a byte
 MOST = 127
 ZERO = 128  # what stands for 0 among the bytes of activations
 LEAST = 1e-30

@@ -3,7 +3,7 @@
 Weights have one scale for each output feature, activations one for each token, both as `activation_formats.quantize`
 makes them, so that a product is an exact sum of integers, scaled once at its end. The format of the CPU (`int8`)
 differs from it in three ways: there both are turned first, activations have a scale for each group of inputs and are
-stored from ZERO on, and what is sensitive stays in bfloat16. Weights of one are no weights of the other.
+stored from ZERO on, and what is sensitive is fine, or in bfloat16. Weights of one are no weights of the other.
 
 Legend: T tokens, K inputs, N output features.
 """

@@ -172,12 +172,10 @@ def test_linear(native: Int8Ops, reference: Int8Ops, rows: int, width: int, feat
     # Per row and feature group by group in one order, and exact within a group.
     assert torch.equal(y[:, :features], theirs[:, :features])
     assert x.plain is not None
-    whole = torch.cat((theirs[:, :features].double(), x.plain[:, :width].double() @ plain.double().T), 1)
+    whole = x.plain[:, :width].double() @ plain.double().T
     if bias is not None:
-        whole[:, :features] -= bias[:features]
-    if bias is not None:
-        whole += bias
-    error, their_error = (y - whole).abs().max(), (theirs - whole).abs().max()
+        whole += bias[features:]
+    error, their_error = ((found[:, features:] - whole).abs().max() for found in (y, theirs))
     assert error <= 2 * their_error + 1e-6 * whole.abs().max()
     residual = normal(rows, features + 40, seed=6)
     expected = residual + y
@@ -310,7 +308,9 @@ def test_argmax_takes_a_fraction_of_what_logits_would_with_any_number_of_threads
 def test_a_row_has_the_same_bytes_in_any_batch(native: Int8Ops) -> None:
     values, scales = weights(300, 576)
     packed = native.pack(values, scales, normal(64, 576, seed=2).bfloat16(), finer(100, 576))
-    gated = native.pack_gated(values[:150], scales[:150], values[150:], scales[150:] * 1e-4)
+    # Outputs in several groups: a thread makes one at a time, several threads all of them.
+    many, of_many = weights(800, 576, seed=5)
+    gated = native.pack_gated(many[:400], of_many[:400], many[400:], of_many[400:] * 1e-4)
     norm = uniform(576, seed=3)
     x = activations(200, 576)
     whole = native.rms_norm(x, norm, 1e-6, fine=True, plain=True)
@@ -329,8 +329,9 @@ def test_a_row_has_the_same_bytes_in_any_batch(native: Int8Ops) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 128, 576, 704])
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [*range(1, 34), 48, 63, 64, 100, 193])
-def test_tiles_give_the_bytes_that_registers_give(rows: int, width: int) -> None:
+def test_tiles_give_the_bytes_that_registers_give(rows: int, threads: int, width: int) -> None:
     """Also where rows end within a tile, and groups within a row; of zeros, of numbers that are not finite, and of the
     largest sums that there are."""
     from batchinfer_kernels.native.int8 import NativeInt8
@@ -341,22 +342,26 @@ def test_tiles_give_the_bytes_that_registers_give(rows: int, width: int) -> None
     sick = scales.clone()
     sick[7] = torch.nan
     packed = ops.pack(values, sick, normal(40, width, seed=3).bfloat16(), finer(50, width))
-    gated = ops.pack_gated(values[:48], scales[:48], values[48:], scales[48:])
+    many, of_many = weights(704, width, seed=5)
+    gated = ops.pack_gated(many[:352], of_many[:352] * 1e-4, many[352:], of_many[352:])
     floats = activations(rows, width)
     if rows > 3:
         floats[1], floats[2, width // 2] = 0.0, torch.inf
     x = ops.quantize(floats, fine=True, plain=True)
     assert x.fine is not None
     x.values[-1] = x.fine[-1] = 255
-    bias, residual = normal(136, seed=4), normal(rows, 136, seed=5)
+    bias, of_gated, residual = normal(136, seed=4), normal(704, seed=6), normal(rows, 136, seed=5)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
         for wanted in (True, False):
             if functions.batchinfer_use_tiles(wanted) != wanted:
                 pytest.skip("no tiles here")
-            y = ops.gated(x, gated, bias[:96])
+            y = ops.gated(x, gated, of_gated)
             found.append((ops.linear(x, packed, bias, residual.clone()), y.values, y.scales))
     finally:
         functions.batchinfer_use_tiles(1)
+        torch.set_num_threads(before)
     for tiled, plain in zip(*found, strict=True):
         assert torch.equal(tiled.contiguous().view(torch.uint8), plain.contiguous().view(torch.uint8))
     assert found[0][0].isnan().any() and found[0][0].isfinite().any()

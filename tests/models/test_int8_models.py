@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from batchinfer_kernels.int8 import TURNED, ReferenceInt8, turn
+from batchinfer_kernels.int8 import FINER, TURNED, ReferenceInt8, turn
 from batchinfer_kernels.native import library
 from batchinfer_kernels.probe import STRICT
 from batchinfer_kernels.table import resolve
@@ -43,12 +43,13 @@ def rounded(name: str, weight: Tensor) -> Tensor:
     """A stored tensor as the scheme has it."""
     if not name.endswith("proj.weight") and "lm_head" not in name:
         return weight
-    if "v_proj" in name or "lm_head" in name:
+    if "lm_head" in name:
         return weight.bfloat16().float()
-    values = torch.empty(len(weight), -(-weight.shape[1] // TURNED) * TURNED, dtype=torch.int8)
+    padded = -(-weight.shape[1] // TURNED) * TURNED
+    values, fine = (torch.zeros(len(weight), padded, dtype=torch.int8) for _ in range(2))
     scales = torch.empty(len(weight))
-    ReferenceInt8(STRICT).quantize_weight(weight.clone(), values, scales)
-    return turn(values.float() * scales[:, None])[:, : weight.shape[1]].contiguous()
+    ReferenceInt8(STRICT).quantize_weight(weight.clone(), values, scales, fine if "v_proj" in name else None)
+    return turn((values + fine / FINER) * scales[:, None])[:, : weight.shape[1]].contiguous()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -134,9 +135,9 @@ def test_facts_and_bytes(tmp_path: Path, backend: str) -> None:
     config = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
     model = load(make_tiny(tmp_path, tie_word_embeddings=True, **config), backend)
     assert model.facts.quantization == "int8" and model.facts.dtype == torch.float32
-    per_layer = 128 * 128 * 3 + 128 * 256 * 3  # q, k, o and the MLP
-    values = 3 * (per_layer + 4 * (4 * 128 + 2 * 256))  # a byte each, and a scale for each output
-    plain = 3 * 128 * 128 * 2 + 384 * 128 * 2  # v and the head
+    per_layer = 128 * 128 * 5 + 128 * 256 * 3  # q, k, o, v in two bytes each, and the MLP
+    values = 3 * (per_layer + 4 * (5 * 128 + 2 * 256))  # a byte each, and a scale for each output
+    plain = 384 * 128 * 2  # the head
     kept = 384 * 128 * 4 + 7 * 128 * 4  # the embedding and norms
     total = model.num_parameter_bytes()
     # A backend may keep sums of weights by group, and the head in bytes as well.

@@ -38,6 +38,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "wide heads": ("llama-head-dim", {}),
     "scaled rope": ("llama3", {}),
     "odd widths": ("smollm", {"hidden_size": 144, "intermediate_size": 100}),
+    "several groups of inputs, of which the last is shorter": ("llama", {"hidden_size": 384, "intermediate_size": 704}),
     "window": ("mistral", {"head_dim": 48, **WINDOW}),
     "keys and values in bfloat16": ("llama-bias", {}),
     "two KV groups": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}),

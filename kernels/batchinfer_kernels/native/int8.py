@@ -178,13 +178,14 @@ class NativeInt8:
     def linear(
         self, x: QuantizedRows, packed: Mapping[str, Tensor], bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
-        structure, num_rows = packed_struct(packed), len(x)
+        structure, num_rows, rows = packed_struct(packed), len(x), _rows(x)
+        assert (rows.fine or not structure.num_fine) and (rows.plain or not structure.num_plain)
         y = residual
         if y is None:
             y = torch.empty(num_rows, structure.num_values + structure.num_fine + structure.num_plain)
         assert y.is_contiguous()
         self._linear(
-            _rows(x),
+            rows,
             num_rows,
             structure,
             address(bias),
@@ -198,7 +199,7 @@ class NativeInt8:
         structure, num_rows = packed_struct(packed), len(x)
         width = structure.num_values // 2
         rows = NativeRows(num_rows, width, values=True, fine=False, plain=False)
-        inner = torch.empty(num_rows, (width // HALF | 1) * HALF)  # gated_stride
+        inner = torch.empty(num_rows, _gated_stride(width))
         bias = None if bias is None else gated_bias(bias)
         threads = torch.get_num_threads()
         self._gated(_rows(x), num_rows, structure, address(bias), inner.data_ptr(), rows.struct, threads)
@@ -230,6 +231,11 @@ class NativeInt8:
             threads,
         )
         return index, finite
+
+
+def _gated_stride(width: int) -> int:
+    """`gated_stride` of layers.h."""
+    return (width // HALF | 1) * HALF
 
 
 def gated_bias(bias: Tensor) -> Tensor:

@@ -23,7 +23,8 @@
 /* VECTOR: bytes of one number for each feature of a panel. FINE_ROWS: these have twice as many sums. */
 enum { ROWS = 6, FINE_ROWS = 3, PANEL = 32, VECTOR = 4 * PANEL };
 
-INLINE long least(long a, long b) { return a < b ? a : b; }
+/* Sums of a group, twice as large ones of what is finer, are exact in float32. */
+_Static_assert(2L * MOST_GROUP * ZERO * MOST < 1 << 24, "a group has too many inputs");
 
 INLINE long panels_of(long columns) { return (columns + PANEL - 1) / PANEL; }
 
@@ -36,13 +37,6 @@ INLINE int32_t four_bytes(const void *at)
     int32_t word;
     memcpy(&word, at, 4);
     return word;
-}
-
-/* The lanes of 16 columns from `first` on that are not beyond `end`. */
-INLINE __mmask16 lanes(long first, long end)
-{
-    const long left = end - first;
-    return left >= 16 ? 0xFFFF : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
 }
 
 /* What is fetched on the way, into the second level, since all of the first is in use: the next panel, some lines with

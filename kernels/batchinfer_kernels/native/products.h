@@ -94,10 +94,8 @@ INLINE void scale_sums(const int is_fine, const int is_first, const int is_last,
                 part[half] = fine_group_sums(exact, from_begin(begins + VECTOR, whole[TILE_ROWS + r] + 16 * half));
             else
                 part[half] = group_sums(exact);
-            if (is_first)
-                part[half] = _mm512_mul_ps(scale, part[half]);
-            else
-                part[half] = _mm512_fmadd_ps(scale, part[half], _mm512_load_ps(sum[r] + 16 * half));
+            const __m512 before = is_first ? _mm512_setzero_ps() : _mm512_load_ps(sum[r] + 16 * half);
+            part[half] = _mm512_fmadd_ps(scale, part[half], before);
             if (!is_last)
                 _mm512_store_ps(sum[r] + 16 * half, part[half]);
         }
@@ -220,7 +218,7 @@ INLINE void tile_rows(struct tiling *tiling, struct ahead *ahead, const int is_f
     }
 }
 
-static inline void end_products(struct tiling *tiling)
+INLINE void end_products(struct tiling *tiling)
 {
     if (tiling->shapes.rows[0])
         _tile_release();
@@ -240,8 +238,6 @@ INLINE void finish(struct tiling *tiling, take_sums *take, const void *taker)
     finish_rows(tiling, TILED_ROWS, take, taker);
 #endif
     end_products(tiling);
-    (void)take;
-    (void)taker;
 }
 
 /* What is fetched beside a panel's product with so many rows; behind the last panel there is nothing to harm. */
@@ -272,7 +268,6 @@ INLINE void multiply_panel(struct tiling *tiling, const struct quantized *x, lon
         for (long r = 0; r < here; r++)
             take(taker, columns, t + r, sum[r][0], sum[r][1]);
     }
-    (void)tiling;
 }
 
 /* The same with panel `at` of a layer's fine bytes. */
@@ -297,7 +292,6 @@ INLINE void multiply_fine_panel(struct tiling *tiling, const struct quantized *x
         for (long r = 0; r < here; r++)
             take(taker, columns, t + r, sum[r][0], sum[r][1]);
     }
-    (void)tiling;
 }
 
 /* And of its bfloat16. */

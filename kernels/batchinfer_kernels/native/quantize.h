@@ -10,8 +10,9 @@
 
 #include "turn.h"
 
-/* ZERO is the byte that stands for 0. A group has MOST_BLOCKS blocks at most. FINER: what a step is cut into where
- * there are fine bytes. */
+/* ZERO is the byte that stands for 0. A group has MOST_BLOCKS blocks at most: with more of them errors grow, with fewer
+ * scaling takes longer. FINER: what a step is cut into where there are fine bytes; what rounding leaves is at most half
+ * of one, and so a byte. */
 enum {
     TURNED = 64,
     MOST_BLOCKS = 5,
@@ -24,6 +25,15 @@ enum {
 
 static const float LEAST = 1e-30f;
 static const float TURNED_FACTOR = 0.125f; /* what turning without normalising leaves to be multiplied by */
+
+INLINE long least(long a, long b) { return a < b ? a : b; }
+
+/* The lanes of 16 columns from `first` on that are not beyond `end`. */
+INLINE __mmask16 lanes(long first, long end)
+{
+    const long left = end - first;
+    return left >= 16 ? 0xFFFF : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
+}
 
 INLINE long blocks_of(long width) { return (width + TURNED - 1) / TURNED; }
 
@@ -116,11 +126,8 @@ INLINE void load_block(const float *x, long left, __m512 to[BLOCK_REGISTERS])
         return;
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < BLOCK_REGISTERS; i++) {
-        const long here = left - 16 * i;
-        const __mmask16 some = here >= 16 ? 0xFFFF : here > 0 ? (__mmask16)((1 << here) - 1) : 0;
-        to[i] = _mm512_maskz_loadu_ps(some, x + 16 * i);
-    }
+    for (int i = 0; i < BLOCK_REGISTERS; i++)
+        to[i] = _mm512_maskz_loadu_ps(lanes(16 * i, left), x + 16 * i);
 }
 
 /* Groups first .. last of row t of `to`, from the numbers of the first of them on; `left` numbers are there. Where
@@ -130,8 +137,9 @@ INLINE void quantize_groups(const float *x, const float *weights, float factor, 
 {
     float turned[MOST_GROUP] __attribute__((aligned(64)));
     const long padded = padded_to_blocks(width), length = group_of(width), row = t * padded;
+    float *const scales = to->values ? to->scales + t * groups_of(width) : NULL;
     for (long g = first; g < last; g++) {
-        const long start = g * length, stop = start + length < padded ? start + length : padded;
+        const long start = g * length, stop = least(start + length, padded);
         __m512i most = _mm512_setzero_si512(), second = most;
         for (long at = start; at < stop; at += TURNED, x += TURNED, left -= TURNED) {
             __m512 block[BLOCK_REGISTERS], by[BLOCK_REGISTERS];
@@ -158,7 +166,7 @@ INLINE void quantize_groups(const float *x, const float *weights, float factor, 
         }
         if (to->values)
             quantize_group(turned, stop - start, _mm512_max_epi32(most, second), to->values + row + start,
-                           to->fine ? to->fine + row + start : NULL, to->scales + t * groups_of(width) + g);
+                           to->fine ? to->fine + row + start : NULL, scales + g);
     }
 }
 

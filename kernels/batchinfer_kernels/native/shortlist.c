@@ -32,6 +32,7 @@ static const float TURNING = 0x1p-21f;
 void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width, char *bytes, float *lengths,
                                float *errors, char *scratch, int threads)
 {
+    const long group = group_of(width);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long n = 0; n < features; n++) {
         const long lane = n % PANEL;
@@ -45,8 +46,8 @@ void batchinfer_pack_shortlist(const uint16_t *plain, long features, long width,
         batchinfer_quantize_weight_row(weight, width, weight, values, NULL, &scale);
         memcpy(to, &scale, 4);
         to += VECTOR;
-        for (long at = 0; at < width; at += group_of(width)) {
-            const long stop = least(width, at + group_of(width));
+        for (long at = 0; at < width; at += group) {
+            const long stop = least(width, at + group);
             int32_t sum = 0;
             for (long k = at; k < stop; k++) {
                 const float off = weight[k] - values[k] * scale;
