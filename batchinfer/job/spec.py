@@ -67,9 +67,9 @@ class ModelSpec(_Section):
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         "auto",
         description="applied while loading, to any stored type. int8: weights by output, activations by token and "
-        "group, with v finer and the head in bfloat16; on a GPU activations by token, and only the head is left out. fp8: on "
-        "a GPU, likewise. auto: as the checkpoint is stored (GPTQ, AWQ, FP8, W8A8), else int8 on a CPU with AVX-512 "
-        "VNNI unless a dtype is given, else none",
+        "group, with v finer and the head in bfloat16; on a GPU activations by token, and only the head is left out. "
+        "fp8: on a GPU, likewise. auto: as the checkpoint is stored (GPTQ, AWQ, FP8, W8A8), else int8 on a CPU with "
+        "AVX-512 VNNI unless a dtype is given, else none",
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
         "auto", description="auto: int8 with quantization int8 on native kernels, else the dtype"
