@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from batchinfer_kernels import determinism, gpus, triton_outlook
+from batchinfer_kernels import determinism, gpus, numeric_formats, triton_outlook
 from batchinfer_kernels.native import outlook
 from batchinfer_kernels.triton_outlook import unfit_heads, unfit_int8_blocks, unfit_latents, unfit_width
 
@@ -129,6 +129,22 @@ class Arithmetic:
     def weights(self) -> str:
         """What layers' weights take, as `cost` names it."""
         return self.dtype if self.quantization == "none" else _WEIGHTS.get(self.quantization, self.quantization)
+
+    @property
+    def formats(self) -> frozenset[str]:
+        """Names of the numeric formats that completions depend on."""
+        return numeric_formats.used(
+            dtype=self.dtype,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            kernels=self.kernels,
+        )
+
+    @property
+    def format_numbers(self) -> dict[str, int]:
+        """Of `formats`, those that have changed since the first numbers, and what theirs are in this version."""
+        numbers = {name: numeric_formats.NUMBERS[name] for name in sorted(self.formats)}
+        return {name: number for name, number in numbers.items() if number != numeric_formats.FIRST}
 
     def __str__(self) -> str:
         weights = self.dtype if self.quantization == "none" else self.quantization

@@ -26,6 +26,7 @@ from batchinfer.job.spec import JobSpec
 
 MANIFEST_FORMAT = 2  # 1 did not say all of how the model computes
 AUTO = "auto: "  # begins the source of a value that was chosen for a machine
+FORMAT = "numeric_format."  # begins the keys of numbers that say whether a format's bytes are the same in two versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +175,18 @@ def differences(frozen: ResolvedJob, job: ResolvedJob, *, extend: bool) -> list[
     With `extend`, new files beside unchanged ones are no difference.
     """
     found = []
+    # Of formats that only one of them uses, other settings tell.
+    told = {f"{FORMAT}{name}" for name in frozen.arithmetic.formats ^ job.arithmetic.formats}
     for key in sorted(frozen.semantic.keys() | job.semantic.keys()):
         old, new = frozen.semantic.get(key), job.semantic.get(key)
-        if old != new:
+        if old != new and key not in told:
             # What was chosen for a machine is said with the reason: it may be another machine that goes on.
-            why = job.sources.get(key, "")
-            found.append(f"{key}: {_short(old)} -> {_short(new)}" + (f" ({why})" if why.startswith(AUTO) else ""))
+            source = job.sources.get(key, "")
+            if key.startswith(FORMAT):
+                why = " (what it computes has changed)"
+            else:
+                why = f" ({source})" if source.startswith(AUTO) else ""
+            found.append(f"{key}: {_short(old)} -> {_short(new)}{why}")
     added = new_files(frozen.input, job.input)
     renamed = _renamed(frozen.input, job.input)
     for text in changes(frozen.input, job.input):
@@ -195,19 +202,22 @@ def differences(frozen: ResolvedJob, job: ResolvedJob, *, extend: bool) -> list[
 def refusal(layout: JobLayout, found: Sequence[str], machine: str | None = None) -> ResumeRefused:
     """The error that lists what changed, and says how to go on. `machine`: what of it may be this machine's doing."""
     only_new = all(text.startswith("new input file ") for text in found)
+    only_formats = all(text.startswith(FORMAT) for text in found)
+    changed, mend = (
+        ("another version of batchinfer began it, which computes otherwise", "End the job with that version")
+        if only_formats
+        else ("the job has changed since it was first submitted", "Undo the change to go on")
+    )
     hint = (
         "To run the new files too, use --extend."
         if only_new
-        else "Undo the change to go on, or start over with --fresh (the old output is moved aside, not deleted), "
-        "or give another output.path."
+        else f"{mend}, or start over with --fresh (the old output is moved aside, not deleted), or give another "
+        "output.path."
     )
     if machine is not None:
         hint = f"{machine}.\n{hint}"
     lines = "\n  ".join(found)
-    return ResumeRefused(
-        f"{layout.output} holds results of this job, but the job has changed since it was first submitted:\n"
-        f"  {lines}\n{hint}"
-    )
+    return ResumeRefused(f"{layout.output} holds results of this job, but {changed}:\n  {lines}\n{hint}")
 
 
 def _renamed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:

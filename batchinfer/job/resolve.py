@@ -40,7 +40,16 @@ from batchinfer.data.fs import check_output_path, is_foreign
 from batchinfer.errors import ConfigError, InputError, ResumeRefused
 from batchinfer.job.context import JobContext, keep_context, make_context
 from batchinfer.job.layout import JobLayout
-from batchinfer.job.manifest import AUTO, ResolvedJob, differences, in_frozen_order, load_manifest, refusal, with_drawn
+from batchinfer.job.manifest import (
+    AUTO,
+    FORMAT,
+    ResolvedJob,
+    differences,
+    in_frozen_order,
+    load_manifest,
+    refusal,
+    with_drawn,
+)
 from batchinfer.job.spec import InputSpec, JobSpec
 from batchinfer.modelfiles import ModelFiles, open_model
 from batchinfer.modelfiles.supported import check_supported
@@ -244,6 +253,8 @@ def _resolve_values(spec: JobSpec, files: ModelFiles, arithmetic: Arithmetic) ->
     for name, source in arithmetic.sources.items():
         section = "engine" if name in ("kernels", "instruction_level") else "model"
         put(f"{section}.{name}", getattr(arithmetic, name), source)
+    for name, number in arithmetic.format_numbers.items():  # first numbers are not among the settings: older jobs
+        put(f"{FORMAT}{name}", number, "default")  # have none, and go on where nothing they use has changed
     for name in ("prompt", "prompt_column", "messages_column", "messages", "tools_column", "chat_template_kwargs"):
         put(f"input.{name}", getattr(spec.input, name), _written(spec.input, name))
     put("input.control_tokens", spec.input.control_tokens, _written(spec.input, "control_tokens"))

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from batchinfer_kernels import numeric_formats
 
-from batchinfer.arithmetic import Machine
+from batchinfer.arithmetic import DTYPES, KERNELS, KV_CACHE_DTYPES, PLANNED, QUANTIZATIONS, Machine
 from batchinfer.errors import ConfigError, ResumeRefused
-from batchinfer.job.manifest import freeze_job, load_manifest
+from batchinfer.job.manifest import FORMAT, freeze_job, load_manifest
 from batchinfer.job.report import summarize
 from batchinfer.job.resolve import resolve_job
+from batchinfer.job.spec import ModelSpec
+from batchinfer.job.status import read_status
+from batchinfer.job.verify import verify_job
 from batchinfer.testing.tiny import make_tiny
 
 SUITED = Machine(vector_level="avx512", product_level="avx512_bf16")
@@ -95,8 +100,9 @@ def test_a_better_machine_goes_on_as_the_job_began(job):
 def test_a_job_goes_on_with_the_kv_cache_that_auto_was_then(job):
     """It was bfloat16 before it was int8."""
     now = job(SUITED)
-    kv_cache = {"model.kv_cache_dtype": "bfloat16"}
-    first = freeze_job(replace(now, semantic={**now.semantic, **kv_cache}))
+    then = {**now.semantic, "model.kv_cache_dtype": "bfloat16"}
+    then.pop(f"{FORMAT}int8_attention", None)
+    first = freeze_job(replace(now, semantic=then))
     assert first.sources["model.kv_cache_dtype"] == "auto: with int8"
     again = job(SUITED)
     assert frozen(now) == INT8 and frozen(again) == frozen(first) == ("int8", "bfloat16", *INT8[2:])
@@ -130,3 +136,156 @@ def test_a_retry_computes_as_its_job_did(shop, job, model):
     assert again.overrides == {"sampling.max_tokens": 9}
     with pytest.raises(ResumeRefused, match=r"engine\.kernels"):
         resolve_job(spec, retry=True, machine=OLDER)
+
+
+FLOATS = ("model.quantization=none", "model.kv_cache_dtype=bfloat16")
+INT8_CACHE = ("model.quantization=none", "model.kv_cache_dtype=int8")
+
+
+def numbers(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
+    """The version of batchinfer is one that has these numbers, and first ones of all else."""
+    first = dict.fromkeys(numeric_formats.NUMBERS, numeric_formats.FIRST)
+    monkeypatch.setattr(numeric_formats, "NUMBERS", first | changed)
+
+
+def other_number(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Another version computes otherwise in this format."""
+    today = numeric_formats.NUMBERS
+    monkeypatch.setattr(numeric_formats, "NUMBERS", {**today, name: today[name] + 1})
+
+
+def written_before_numbers(job):
+    """The job as a version froze it that recorded none."""
+    semantic = {key: value for key, value in job.semantic.items() if not key.startswith(FORMAT)}
+    return freeze_job(replace(job, semantic=semantic))
+
+
+def files_of(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("overrides", [(), FLOATS, INT8_CACHE, ("engine.kernels=cpu",)])
+def test_a_job_goes_on_where_formats_compute_as_they_did(job, overrides):
+    first = freeze_job(job(SUITED, *overrides))
+    again = freeze_job(job(SUITED, *overrides))
+    assert again.semantic == load_manifest(first.layout).semantic == first.semantic
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ((), "int8"),
+        ((), "float32"),
+        ((), "int8_kv_cache"),
+        ((), "int8_attention"),
+        (INT8_CACHE, "int8_attention"),
+        (FLOATS, "bfloat16"),
+        (("engine.kernels=cpu", "model.quantization=int8"), "int8"),
+    ],
+)
+def test_a_format_in_use_that_computes_otherwise_is_refused(job, shop, model, monkeypatch, overrides, name):
+    freeze_job(job(SUITED, *overrides))
+    before = files_of(shop.root)
+    other_number(monkeypatch, name)
+    with pytest.raises(ResumeRefused) as caught:
+        job(SUITED, *overrides)
+    head, line, mend = str(caught.value).splitlines()
+    assert head.startswith(str(shop.output)) and "another version of batchinfer began it" in head
+    assert line.strip().startswith(f"numeric_format.{name}: ")
+    assert mend.startswith("End the job with that version, or start over with --fresh (")
+    assert files_of(shop.root) == before, "nothing is changed"
+    with pytest.raises(ResumeRefused, match=rf"numeric_format\.{name}: "):
+        resolve_job(shop.spec(*overrides, model={"path": str(model)}), retry=True, machine=SUITED)
+
+
+def test_a_job_that_was_begun_by_a_later_version_is_refused(job, monkeypatch):
+    numbers(monkeypatch, int8=3)
+    freeze_job(job(SUITED))
+    numbers(monkeypatch, int8=2)
+    with pytest.raises(ResumeRefused, match=r"numeric_format\.int8: 3 -> 2"):
+        job(SUITED)
+
+
+def test_a_number_that_nobody_knows_is_no_reason_to_go_on(job):
+    now = job(SUITED, *FLOATS)
+    freeze_job(replace(now, semantic={**now.semantic, f"{FORMAT}int9": 2}))
+    with pytest.raises(ResumeRefused, match=r"numeric_format\.int9: 2 -> null"):
+        job(SUITED, *FLOATS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [((), "bfloat16"), ((), "w8a8"), (FLOATS, "int8"), (FLOATS, "int8_attention"), (INT8_CACHE, "int8")],
+)
+def test_a_format_that_the_job_does_not_use_may_change(job, monkeypatch, overrides, name):
+    first = freeze_job(job(SUITED, *overrides))
+    other_number(monkeypatch, name)
+    assert freeze_job(job(SUITED, *overrides)).fingerprint == first.fingerprint
+
+
+def test_a_setting_that_the_user_changes_is_told_without_numbers(job, monkeypatch):
+    freeze_job(job(SUITED))
+    with pytest.raises(ResumeRefused, match=r"Undo the change to go on") as caught:
+        job(SUITED, *FLOATS)
+    assert FORMAT not in str(caught.value)
+    numbers(monkeypatch, float32=2)
+    with pytest.raises(ResumeRefused, match=r"Undo the change to go on") as caught:
+        job(SUITED, *FLOATS)
+    assert f"{FORMAT}float32: null -> 2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ((), ["int8", "int8_attention"]),
+        (("engine.kernels=cpu", "model.quantization=int8"), ["int8"]),
+        (INT8_CACHE, ["int8_attention"]),
+        (FLOATS, []),
+        (("engine.kernels=cpu",), []),
+        (("engine.kernels=cpu", *INT8_CACHE), []),
+    ],
+)
+def test_a_manifest_without_numbers_goes_on_where_nothing_it_uses_has_changed(job, monkeypatch, overrides, named):
+    """It stands for the first numbers."""
+    numbers(monkeypatch, int8=2, int8_attention=2)
+    first = written_before_numbers(job(SUITED, *overrides))
+    if not named:
+        again = freeze_job(job(SUITED, *overrides))
+        assert again.fingerprint == first.fingerprint, "its parts are still its own"
+        return
+    with pytest.raises(ResumeRefused, match="End the job with that version") as caught:
+        job(SUITED, *overrides)
+    lines = [line.strip() for line in str(caught.value).splitlines() if " -> " in line]
+    assert [line.partition(": null -> ")[0] for line in lines] == [f"{FORMAT}{name}" for name in named]
+
+
+def test_what_such_a_job_has_written_can_be_verified_and_read(job, shop):
+    first = written_before_numbers(job(SUITED))
+    shop.run(first, answer=lambda text, file, row: "said")
+    with pytest.raises(ResumeRefused):
+        job(SUITED)
+    assert verify_job(load_manifest(first.layout)).ok
+    assert read_status(first.layout.output).rows_done == 1
+    assert [row["completion"] for row in shop.read()] == ["said"]
+
+
+def test_whatever_a_job_can_compute_in_has_a_number():
+    """A new scheme, or cache, can't come without one."""
+    found = {
+        name
+        for dtype in DTYPES
+        for quantization in QUANTIZATIONS
+        for cache in KV_CACHE_DTYPES
+        for kernels in KERNELS
+        for name in numeric_formats.used(dtype=dtype, quantization=quantization, kv_cache_dtype=cache, kernels=kernels)
+    }
+    assert found == numeric_formats.NUMBERS.keys()
+    assert all(number >= numeric_formats.FIRST for number in numeric_formats.NUMBERS.values())
+    for key, known in (("quantization", QUANTIZATIONS), ("kv_cache_dtype", KV_CACHE_DTYPES), ("dtype", DTYPES)):
+        written = get_args(ModelSpec.model_fields[key].annotation)
+        assert set(written) <= {"auto", *known, *PLANNED.get(key, ())}, key
+
+
+def test_a_fake_model_computes_in_no_format(shop):
+    shop.write("a.parquet", {"prompt": ["a"]})
+    assert not resolve_job(shop.spec("model.quantization=int8")).arithmetic.formats
