@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from batchinfer_kernels.int8 import TURNED, ZERO, Int8Ops, QuantizedRows, ReferenceInt8, group_of
+from batchinfer_kernels.int8 import MOST, TURNED, ZERO, Int8Ops, QuantizedRows, ReferenceInt8, group_of
 from batchinfer_kernels.native import library
 from batchinfer_kernels.probe import STRICT
 from torch import Tensor
@@ -197,6 +197,25 @@ def test_gated(native: Int8Ops, reference: Int8Ops, rows: int, width: int, inner
     assert y.values.shape == theirs.values.shape and y.scales.shape == theirs.scales.shape
     torch.testing.assert_close(dequantized(y), dequantized(theirs), rtol=0, atol=float(1.01 * y.scales.max()))
     close(y, theirs)
+
+
+def test_silu_is_as_near_as_its_table_says(native: Int8Ops) -> None:
+    """Of gates that come from a bias alone; turned, 64 equal outputs are one number, whose step says what it is."""
+    nothing = torch.zeros(64, 64, dtype=torch.int8), torch.ones(64)
+    packed, x = native.pack_gated(*nothing, *nothing), native.quantize(torch.zeros(1, 64))
+    gates = torch.cat((torch.linspace(-15.5, 20, 7101), torch.logspace(-25, 0, 50), -torch.logspace(-25, 0, 50)))
+    steps = [
+        native.gated(x, packed, torch.cat((gate.expand(64), torch.ones(64)))).scales.item() for gate in gates.unbind()
+    ]
+    expected = torch.nn.functional.silu(gates.double()).abs()
+    found = torch.tensor(steps, dtype=torch.float64) * MOST / 8
+    assert ((found / expected - 1).abs() < 7e-4).all()
+    beyond = [-16.0, -30.0, -1000.0]
+    for gate in beyond:
+        step = native.gated(x, packed, torch.cat((torch.full((64,), gate), torch.ones(64)))).scales.item()
+        assert step * MOST / 8 <= -2e-7 * gate
+    sick = native.gated(x, packed, torch.cat((torch.full((64,), torch.nan), torch.ones(64))))
+    assert sick.scales.isnan().all()
 
 
 @pytest.mark.parametrize("rows", ROWS)

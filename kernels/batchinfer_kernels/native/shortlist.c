@@ -188,6 +188,8 @@ INLINE void look(const void *taker, struct columns columns, long t, __m512 first
     look_at_half(taker, columns.first + HALF, columns.end, t, second);
 }
 
+TAKING(looked, struct looking, look)
+
 /* index [rows]: where the plain features of x W^T are largest, the lowest among equals; finite [rows]: whether the row
  * and that output are finite. x has values and plain; the bytes of w stand for the same features. scratch:
  * ceilings [rows][halves], what no output of a half is above, -infinity where the largest is not among them; floors
@@ -195,7 +197,7 @@ INLINE void look(const void *taker, struct columns columns, long t, __m512 first
 void batchinfer_largest(const struct quantized *x, long rows, const struct packed *w, const float *lengths,
                         const float *errors, int64_t *index, uint8_t *finite, void *scratch, int threads)
 {
-    const long panels = panels_of(w->num_plain), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    const long panels = panels_of(w->num_plain), block = row_block(), blocks = (rows + block - 1) / block;
     const long halves = halves_of(w);
     float *all_ceilings = scratch, *all_floors = all_ceilings + rows * halves;
     struct spread *spreads = (struct spread *)(all_floors + threads * rows);
@@ -214,13 +216,13 @@ void batchinfer_largest(const struct quantized *x, long rows, const struct packe
         struct tiling tiling;
         begin_products(&tiling);
 #pragma omp for collapse(2) schedule(dynamic, 4) nowait
-        for (long block = 0; block < blocks; block++)
+        for (long i = 0; i < blocks; i++)
             for (long panel = 0; panel < panels; panel++) {
                 const struct columns columns = {panel * PANEL, w->num_plain};
-                multiply_panel(&tiling, x, rows, w, panel, block * ROW_BLOCK, least(rows, (block + 1) * ROW_BLOCK),
-                               columns, look, &looking);
+                multiply_panel(&tiling, 0, x, rows, w, panel, i * block, least(rows, (i + 1) * block),
+                               columns, &looked, &looking);
             }
-        finish(&tiling, look, &looking);
+        end_products(&tiling);
 #pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
         for (long t = 0; t < rows; t++) {
