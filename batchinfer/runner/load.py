@@ -51,7 +51,7 @@ CPU_MAX_NUM_SEQS = 64  # products reach their full rate here; more sequences onl
 CPU_MAX_NUM_BATCHED_TOKENS = 512
 # int8 products are so fast that what a step costs whatever its size counts; KV in int8 takes a quarter of the memory.
 INT8_MAX_NUM_SEQS = 256
-INT8_MAX_NUM_BATCHED_TOKENS = 512
+INT8_MAX_NUM_BATCHED_TOKENS = 1024
 GPU_MAX_NUM_SEQS = 256
 GPU_MAX_NUM_BATCHED_TOKENS = 8192
 

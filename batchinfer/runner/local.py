@@ -27,6 +27,7 @@ from batchinfer.runner.base import LaunchedStep
 from batchinfer.runner.batch import Sampled, StepBatches, make_step_batches, rows_read
 from batchinfer.runner.block_copies import copy_blocks
 from batchinfer.runner.device_sampler import DeviceSampler, Drawn
+from batchinfer.runner.fresh_blocks import FreshBlocks
 from batchinfer.runner.logprobs import token_logprobs
 from batchinfer.runner.sampler import Sampler, SampleRow, takes_argmax
 from batchinfer.runner.sequence_state import Ints, SequenceState
@@ -81,6 +82,7 @@ class LocalRunner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._model: CausalLM | None = model
         self._layers = layers
+        self._fresh_blocks = FreshBlocks(layers, kv_groups)
         self._kv_groups = kv_groups
         self._backends = backends
         self._device = device
@@ -110,6 +112,7 @@ class LocalRunner:
         """Frees the model and the caches. The runner can't be used again."""
         self._model = None
         self._layers = ()
+        self._fresh_blocks = FreshBlocks((), ())
         self._graphs = None
         self._states.clear()
 
@@ -155,6 +158,7 @@ class LocalRunner:
         step = RunnerStep()
         if not plan.chunks:
             return step
+        self._fresh_blocks.expect(plan.chunks)
         if plan.copies:
             copy_blocks(self._layers, plan.copies)
         states = [self._states[chunk.seq_id] for chunk in plan.chunks]

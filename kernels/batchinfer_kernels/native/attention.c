@@ -11,7 +11,13 @@
  * (formats' `clear` and `write` see to that), so that it adds nothing.
  */
 
+#define _DEFAULT_SOURCE /* madvise */
+
 #include <omp.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 #include "kv_format.h"
 
@@ -134,8 +140,10 @@ void batchinfer_merge_token(const struct step *step, const struct layer *layer, 
             const __m512 weight = exp2_of(_mm512_set1_ps(top_sum[0] - top));
             const float *part = layer->part + (at + s * heads) * dim;
             sum += _mm512_cvtss_f32(weight) * top_sum[1];
-            for (int64_t i = 0; i < dim / LANES; i++)
+            for (int64_t i = 0; i < dim / LANES; i++) { /* the next token's results mostly lie behind this one's */
+                __builtin_prefetch(part + splits * heads * dim + i * LANES);
                 total[i] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(part + i * LANES), total[i]);
+            }
         }
         const __m512 factor = _mm512_set1_ps(1.0f / sum);
         for (int64_t i = 0; i < dim / LANES; i++)
@@ -183,6 +191,25 @@ void batchinfer_copy_blocks(const struct layer *const *layers, long num_layers, 
                 for (long i = 0; i < count; i++)
                     memcpy(cache + destinations[i] * layers[l]->block_stride, between + i * bytes, bytes);
             }
+}
+
+/* Has the system give memory to blocks first .. stop of every layer, as if they were written, without changing them.
+ * What it can't give now it gives when they are. */
+void batchinfer_fault_in(const struct layer *const *layers, long num_layers, long kv_heads, long first, long stop,
+                         int threads)
+{
+#ifdef __linux__
+    enum { POPULATE_WRITE = 23 }; /* MADV_POPULATE_WRITE, which older headers lack */
+    const uintptr_t page = sysconf(_SC_PAGESIZE);
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+    for (long l = 0; l < num_layers; l++)
+        for (long h = 0; h < kv_heads; h++)
+            for (int which = 0; which < 2; which++) {
+                char *cache = (which ? layers[l]->v_cache : layers[l]->k_cache) + h * layers[l]->head_stride;
+                const uintptr_t from = ((uintptr_t)cache + first * layers[l]->block_stride) / page * page;
+                (void)madvise((void *)from, (uintptr_t)cache + stop * layers[l]->block_stride - from, POPULATE_WRITE);
+            }
+#endif
 }
 
 void batchinfer_attend_tiles(const struct step *step, const struct layer *layer, int64_t *queue)

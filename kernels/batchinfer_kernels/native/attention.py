@@ -272,6 +272,15 @@ def copy_blocks(layers: Sequence[TileLayer], sources: Ints, destinations: Ints) 
     )
 
 
+def fault_in(layers: Sequence[TileLayer], first: int, stop: int) -> None:
+    """Has the system give memory to blocks first .. stop of all layers, whose caches have one shape and dtype."""
+    cache = layers[0].caches[0]
+    assert all(layer.caches[0].shape == cache.shape and layer.caches[0].dtype == cache.dtype for layer in layers)
+    assert 0 <= first <= stop <= cache.shape[0]
+    structs = (ctypes.c_void_p * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
+    _functions().batchinfer_fault_in(structs, len(layers), cache.shape[1], first, stop, torch.get_num_threads())
+
+
 def partial_size(step: TileStep) -> int:
     """Numbers of scratch."""
     return sum(_partial_sizes(step))
@@ -295,5 +304,7 @@ def _functions() -> Any:
         *(pointer, number, number, pointer, pointer),
         *(number, number, pointer, ctypes.c_int),
     ]
+    found.batchinfer_fault_in.argtypes = [pointer, *[number] * 4, ctypes.c_int]
+    found.batchinfer_fault_in.restype = None
     found.batchinfer_attention.restype = found.batchinfer_copy_blocks.restype = None
     return found

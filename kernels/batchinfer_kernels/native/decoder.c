@@ -10,9 +10,12 @@
 
 #include "attention.h"
 #include "layers.h"
+#include "tiles.h"
 
-/* A share: enough rows to be worth reading all weights of a layer for, few enough to stay in the second-level cache. */
-enum { ROWS_AT_A_TIME = 8, LEAST_SHARE = 32, MOST_SHARE = 256 };
+/* A share: enough rows to be worth reading all weights of a layer for, few enough to stay in the second-level cache,
+ * which is larger where there are tiles. */
+enum { ROWS_AT_A_TIME = 8, LEAST_SHARE = 32 };
+INLINE long most_share(void) { return batchinfer_tiles ? 512 : 256; }
 
 /* Norms' weights [hidden]; biases as the products take them, or NULL. */
 struct decoder_layer {
@@ -221,7 +224,7 @@ static void share_rows(work_on_rows *work, const struct decoder *decoder, const 
         work(decoder, step, at, buffers, 0, rows);
         return;
     }
-    const long turns = (rows + MOST_SHARE * threads - 1) / (MOST_SHARE * threads), shares = turns * threads;
+    const long most = most_share() * threads, turns = (rows + most - 1) / most, shares = turns * threads;
 #pragma omp for schedule(dynamic, 1)
     for (long s = 0; s < shares; s++)
 #pragma omp parallel num_threads(1)
