@@ -21,14 +21,14 @@ NUMBERS: Mapping[str, int] = {
     "bfloat16": 1,
     "float16": 1,
     # Weights, with their activations.
-    "int8": 2,  # of `int8`; 2: groups of up to 320 inputs instead of 128, and v in fine bytes
+    "int8": 2,  # of `int8`; 2: groups of up to 320 inputs instead of 128, v in fine bytes, silu from a table
     "w8a8": 1,
     "fp8": 1,
     "gptq": 1,
     "awq": 1,
     # KV caches.
     "int8_kv_cache": 1,  # how keys and values are rounded (`kv8`)
-    "int8_attention": 2,  # to such caches with native kernels
+    "int8_attention": 2,  # to such caches with native kernels; 2: values' scales in exponents
 }
 
 

@@ -2,8 +2,9 @@
 
 A block has LANES tokens. Its keys of one head are [D / n, LANES, n]: a register holds n neighbouring dimensions of all
 tokens, as many as make 4 bytes. Its values are [LANES / n, D, n]: a register holds 16 dimensions of n neighbouring
-tokens. In int8 the LANES scales follow as float32, and keys are 128 above their value, as unsigned bytes. `pack_keys`,
-`pack_values` and `unpack_int8` say so in torch, for tests; `attention_*.c` write and read the caches.
+tokens. In int8 LANES float32 follow: keys' scales, and of values' scales -log2. Keys are 128 above their value, as
+unsigned bytes. `pack_keys`, `pack_values` and `unpack_int8` say so in torch, for tests; `attention_*.c` write and read
+the caches.
 
 A `TileStep` says what is attended to, for all layers of a step, a `TileLayer` where a layer's KV lies, for all steps;
 `attend` runs one layer.
@@ -216,13 +217,14 @@ def unpack_values(cache: Tensor) -> Tensor:
 
 
 def unpack_int8(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys int8 [B, Hk, LANES, D] and their scales float32 [B, Hk, LANES], values and theirs."""
+    """Keys int8 [B, Hk, LANES, D] and their scales float32 [B, Hk, LANES], values and theirs, of which those of zeros
+    mean nothing."""
     dim = k_cache.shape[2] // LANES - kv8.SCALE_BYTES
     codes, scales = zip(*((x[..., : LANES * dim], x[..., LANES * dim :]) for x in (k_cache, v_cache)), strict=True)
     keys = unpack_keys((codes[0] ^ -128).reshape(*k_cache.shape[:2], dim // 4, LANES, 4))
     values = unpack_values(codes[1].reshape(*v_cache.shape[:2], LANES // 4, dim, 4))
-    key_scales, value_scales = (x.contiguous().view(torch.float32) for x in scales)
-    return keys, key_scales, values, value_scales
+    key_scales, minus_logarithms = (x.contiguous().view(torch.float32) for x in scales)
+    return keys, key_scales, values, torch.exp2(-minus_logarithms.double()).float()
 
 
 def attend(

@@ -1,12 +1,16 @@
 /* Attention's cache in int8: `kv8.py` of the package says what is computed.
  *
  * A block of one head: keys [dim / 4][LANES][4], as unsigned bytes 128 above their value, then float32 [LANES], their
- * scales; values [LANES / 4][dim][4], signed, then float32 [LANES], theirs. Products of queries and keys, and of
- * weights and values, are sums of integers, exact in any order.
+ * scales; values [LANES / 4][dim][4], signed, then float32 [LANES], -log2 of their scales: exponents of weights take
+ * these in. Products of queries and keys, and of weights and values, are sums of integers, exact in any order.
  */
 
 #include "attention_int8.h"
 #include "turn.h"
+
+/* NO_VALUE: -log2 of a scale for zeros, so small that their weights do not make others' codes small. ROOM: numbers of a
+ * row's scores. */
+enum { NO_VALUE = 64, ROOM = MAX_SPLIT + JOINED * LANES };
 
 /* ---- Writing ---- */
 
@@ -74,6 +78,21 @@ INLINE __m128i codes_of(const float *x, float factor)
     return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(scaled));
 }
 
+/* Logarithm of a normal positive number, within 2^-24 of it or of 1: libraries' are not the same everywhere. */
+static float log2_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    /* x = 2^exponent (1 + t) / (1 - t), t^2 < 0.03. */
+    const int exponent = (int)((bits - 0x3F3504F3u) >> 23) - (bits < 0x3F3504F3u ? 512 : 0);
+    bits -= (uint32_t)exponent << 23;
+    float part;
+    memcpy(&part, &bits, sizeof part);
+    const double t = ((double)part - 1.0) / ((double)part + 1.0), square = t * t;
+    const double sum = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9))));
+    return (float)(exponent + 2.8853900817779268 * t * sum);
+}
+
 static void write_head(const float *key, const float *value, char *keys, char *values, int dim, int offset)
 {
     float turned[MAX_HEAD_DIM] __attribute__((aligned(64)));
@@ -82,7 +101,7 @@ static void write_head(const float *key, const float *value, char *keys, char *v
     const float key_factor = code_factor(turned, dim, &key_step), value_factor = code_factor(value, dim, &value_step);
     const int is_sick = isnan(key_step) || isnan(value_step);
     ((float *)scales_of(keys, dim))[offset] = is_sick ? NAN : key_step / turned_together(dim);
-    ((float *)scales_of(values, dim))[offset] = is_sick ? 0.0f : value_step;
+    ((float *)scales_of(values, dim))[offset] = is_sick || value_step == 0.0f ? NO_VALUE : -log2_of(value_step);
     const __mmask64 mine = 0x1111111111111111ull << offset % 4;
     for (int i = 0; i < dim; i += LANES) {
         uint32_t four[4];
@@ -96,7 +115,8 @@ static void write_head(const float *key, const float *value, char *keys, char *v
     }
 }
 
-/* Codes [dim]; the scale of the scores, float32; what keys that are 128 too high add to these, int32. */
+/* Codes [dim]; the scale of the scores, float32; what sums of products with keys that are 128 too high begin with,
+ * int32. */
 static void prepare_query(const float *query, char *prepared, int dim, float scale)
 {
     float turned[MAX_HEAD_DIM] __attribute__((aligned(64))), step;
@@ -109,9 +129,9 @@ static void prepare_query(const float *query, char *prepared, int dim, float sca
         sum = _mm512_add_epi32(sum, _mm512_cvtepi8_epi32(codes));
     }
     const float score_scale = step == 0.0f ? 1.0f : step * scale; /* not 0: it is to keep -infinity as it is */
-    const int32_t excess = 128 * _mm512_reduce_add_epi32(sum);
+    const int32_t start = -128 * _mm512_reduce_add_epi32(sum);
     memcpy(prepared + dim, &score_scale, sizeof score_scale);
-    memcpy(prepared + dim + sizeof score_scale, &excess, sizeof excess);
+    memcpy(prepared + dim + sizeof score_scale, &start, sizeof start);
 }
 
 /* Any codes are finite. */
@@ -123,15 +143,15 @@ static void clear_block(char *values, int dim)
 /* ---- A row block of a tile ---- */
 
 /* Products of `num_rows` rows and `num_blocks` blocks of keys, both constants. keys[b + ahead] is fetched. */
-INLINE void score_blocks(const int num_rows, const int num_blocks, const int8_t *queries, int dim,
-                         const char *const *keys, int ahead, float *scores, int stride)
+INLINE void score_blocks(const int num_rows, const int num_blocks, const int8_t *queries, const int32_t *starts,
+                         int dim, const char *const *keys, int ahead, float *scores, int stride)
 {
     __m512i sum[ROWS][8];
 #pragma GCC unroll 8
     for (int r = 0; r < num_rows; r++)
 #pragma GCC unroll 8
         for (int b = 0; b < num_blocks; b++)
-            sum[r][b] = _mm512_setzero_si512();
+            sum[r][b] = _mm512_set1_epi32(starts[r]);
     for (int i = 0; i < dim / 4; i++) {
         __m512i key[8];
 #pragma GCC unroll 8
@@ -158,43 +178,23 @@ INLINE void score_blocks(const int num_rows, const int num_blocks, const int8_t 
     }
 }
 
-INLINE void score_rows(const int num_rows, const int8_t *queries, int dim, const char *const *keys, int ahead,
-                       int begin, int end, float *scores, int stride)
+INLINE void score_rows(const int num_rows, const int8_t *queries, const int32_t *starts, int dim,
+                       const char *const *keys, int ahead, int begin, int end, float *scores, int stride)
 {
     const int step = num_rows > 3 ? 4 : 8; /* enough sums at a time to hide the latency of one */
     int b = begin;
     for (; b + step <= end; b += step)
-        score_blocks(num_rows, step, queries, dim, keys + b, ahead, scores + b * LANES, stride);
+        score_blocks(num_rows, step, queries, starts, dim, keys + b, ahead, scores + b * LANES, stride);
     if (step == 8 && b + 4 <= end) {
-        score_blocks(num_rows, 4, queries, dim, keys + b, ahead, scores + b * LANES, stride);
+        score_blocks(num_rows, 4, queries, starts, dim, keys + b, ahead, scores + b * LANES, stride);
         b += 4;
     }
     if (b + 2 <= end) {
-        score_blocks(num_rows, 2, queries, dim, keys + b, ahead, scores + b * LANES, stride);
+        score_blocks(num_rows, 2, queries, starts, dim, keys + b, ahead, scores + b * LANES, stride);
         b += 2;
     }
     if (b < end)
-        score_blocks(num_rows, 1, queries, dim, keys + b, ahead, scores + b * LANES, stride);
-}
-
-/* Weights become codes, 0 in blocks where a row sees nothing. */
-INLINE void round_weights(const int num_rows, const struct row *rows, struct row_block *block, const float *scores,
-                          uint8_t *weights, int stride)
-{
-    for (int r = 0; r < num_rows; r++) {
-        const __m512 factor = _mm512_set1_ps(code_weights(block->factors + r));
-        const int first = rows[r].first / LANES, last = rows[r].last / LANES;
-        uint8_t *codes = weights + r * stride;
-        for (int b = block->begin; b < first; b++)
-            _mm_store_si128((__m128i *)(codes + b * LANES), _mm_setzero_si128());
-        for (int b = first; b <= last; b++) {
-            const __m512 scaled = _mm512_load_ps(scores + r * stride + b * LANES);
-            const __m512 whole = _mm512_fmadd_ps(scaled, factor, _mm512_set1_ps(ROUNDS));
-            _mm_store_si128((__m128i *)(codes + b * LANES), _mm512_cvtepi32_epi8((__m512i)whole));
-        }
-        for (int b = last + 1; b < block->end; b++)
-            _mm_store_si128((__m128i *)(codes + b * LANES), _mm_setzero_si128());
-    }
+        score_blocks(num_rows, 1, queries, starts, dim, keys + b, ahead, scores + b * LANES, stride);
 }
 
 /* Weighted values of `num_rows` rows in `num_parts` registers of dimensions from `from` on. values[b + ahead] is
@@ -211,6 +211,7 @@ INLINE void weigh_part(const int num_rows, const int num_parts, const uint8_t *w
             sum[r][i] = _mm512_setzero_si512();
     for (int b = begin; b < end; b++) {
         const char *block = values[b] + 4 * from, *fetched = values[b + ahead] + 4 * from;
+        const uint8_t *mine = weights + (b - begin) / JOINED * TILE_BYTES + (b - begin) % JOINED * 4;
         for (int t = 0; t < LANES; t += 4) {
             __m512i value[4];
 #pragma GCC unroll 8
@@ -221,7 +222,7 @@ INLINE void weigh_part(const int num_rows, const int num_parts, const uint8_t *w
 #pragma GCC unroll 8
             for (int r = 0; r < num_rows; r++) {
                 int32_t four;
-                memcpy(&four, weights + r * stride + b * LANES + t, sizeof four);
+                memcpy(&four, mine + r * stride + t * JOINED, sizeof four);
                 const __m512i weight = _mm512_set1_epi32(four);
 #pragma GCC unroll 8
                 for (int i = 0; i < num_parts; i++)
@@ -255,16 +256,15 @@ INLINE void weigh_rows(const int num_rows, const uint8_t *weights, int stride, c
 INLINE void attend_rows(const int num_rows, const struct row *rows, const struct work *work, int dim, float softcap)
 {
     int8_t queries[ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
-    float scores[ROWS * MAX_SPLIT] __attribute__((aligned(64)));
-    uint8_t weights[ROWS * MAX_SPLIT] __attribute__((aligned(64)));
+    float scores[ROWS * ROOM] __attribute__((aligned(64)));
+    uint8_t weights[ROWS * ROOM] __attribute__((aligned(64)));
     struct row_block block;
-    const int ahead = work->num_blocks, stride = ahead * LANES;
+    const int ahead = work->num_blocks, stride = (ahead + JOINED) / JOINED * TILE_BYTES;
     for (int r = 0; r < num_rows; r++)
         fetch_results(rows + r, dim);
     load_rows(num_rows, rows, dim, queries, MAX_HEAD_DIM, &block);
-    score_rows(num_rows, queries, dim, work->blocks, ahead, block.begin, block.end, scores, stride);
-    softmax_rows(0, num_rows, rows, &block, scores, stride, work, dim, softcap);
-    round_weights(num_rows, rows, &block, scores, weights, stride);
+    score_rows(num_rows, queries, block.starts, dim, work->blocks, ahead, block.begin, block.end, scores, stride);
+    softmax_rows(0, num_rows, num_rows, rows, &block, scores, stride, weights, stride, work, dim, softcap);
     finish_rows(num_rows, rows, &block);
     weigh_rows(num_rows, weights, stride, work->blocks + ahead, ahead, block.begin, block.end, dim, rows,
                block.factors);
@@ -282,8 +282,13 @@ ATTEND(4)
 ATTEND(5)
 ATTEND(6)
 
+/* Weights that are too small for normal numbers are 0: with denormals an instruction took 200 cycles. */
+static _Thread_local unsigned kept_csr;
+
 static int begin_attending(int dim)
 {
+    kept_csr = _mm_getcsr();
+    _mm_setcsr(kept_csr | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
     if (!batchinfer_tiles || dim % TILE_BYTES)
         return ROWS;
     begin_tiles();
@@ -306,6 +311,7 @@ static void end_attending(int at_a_time)
 {
     if (at_a_time > ROWS)
         end_tiles();
+    _mm_setcsr(kept_csr);
 }
 
 const struct format batchinfer_int8_format = {

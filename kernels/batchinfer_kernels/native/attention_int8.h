@@ -6,17 +6,17 @@
 #include "kv_format.h"
 #include "tiles.h"
 
-enum { MOST = 127, MOST_WEIGHT = 255 };
+/* JOINED: blocks whose codes of weights fill a register. */
+enum { MOST = 127, MOST_WEIGHT = 255, JOINED = TILE_BYTES / LANES };
 static const float LEAST = 1e-30f;
-static const float ROUNDS = 12582912.0f; /* 1.5 * 2^23: added to a number it leaves a whole one in the lowest bits */
 
 /* Rows that are worked on together: the blocks that any of them sees, and by row what its codes are to be multiplied
- * by to give scores, and weights, what keys that are 128 too high add to its products with them, and its highest score
- * and the sum of its weights. */
+ * by to give scores, what its sums of products begin with since keys are 128 too high, its highest exponent, the sum of
+ * its weights, and what its sums of weighted values are to be multiplied by. */
 struct row_block {
     int begin, end;
-    float scales[MOST_ROWS], factors[MOST_ROWS], tops[MOST_ROWS], sums[MOST_ROWS];
-    int32_t excess[MOST_ROWS];
+    float scales[MOST_ROWS], tops[MOST_ROWS], sums[MOST_ROWS], factors[MOST_ROWS];
+    int32_t starts[MOST_ROWS];
 };
 
 INLINE const float *scales_of(const char *codes, int dim)
@@ -36,68 +36,59 @@ INLINE void load_rows(const int num_rows, const struct row *rows, int dim, int8_
         block->end = last > block->end ? last : block->end;
         memcpy(queries + r * stride, rows[r].query, dim);
         memcpy(block->scales + r, rows[r].query + dim, sizeof(float));
-        memcpy(block->excess + r, rows[r].query + dim + sizeof(float), sizeof(int32_t));
+        memcpy(block->starts + r, rows[r].query + dim + sizeof(float), sizeof(int32_t));
     }
 }
 
-/* 2^x within 2^-18 of it for x up to 1, exactly 0 from -127 down; NaN for NaN. */
-INLINE __m512 weight_of(__m512 x)
+/* `unit` * 2^x within 2^-18 of it; NaN for NaN. The largest relative error is as small as that of any such polynomial
+ * can be. */
+INLINE __m512 power_of(__m512 x, const float unit)
 {
-    const __m512 shift = _mm512_set1_ps(ROUNDS);
-    x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);    /* of an unordered pair, max gives the second */
-    const __m512 whole = _mm512_add_ps(x, shift);
-    const __m512 part = _mm512_sub_ps(x, _mm512_sub_ps(whole, shift));
-    /* Its largest relative error is as small as that of any such polynomial can be. */
-    __m512 sum = _mm512_set1_ps(9.58269089e-3f);
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(5.59061170e-2f));
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(2.40240991e-1f));
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(6.93124235e-1f));
-    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f));
-    return (__m512)_mm512_add_epi32((__m512i)sum, _mm512_slli_epi32((__m512i)whole, 23));
+    const __m512 part = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* 0 .. 1 */
+    __m512 sum = _mm512_set1_ps(1.35347405e-2f * unit);
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(5.20103052e-2f * unit));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(2.41443470e-1f * unit));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(6.93003714e-1f * unit));
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.00000262f * unit));
+    return _mm512_scalef_ps(sum, x);
 }
 
-/* A block's scores, from sums of products with its keys; in units of the row's scale, or, under a softcap, what they
- * are. */
-INLINE __m512 score_of(const float *sums, __m512i excess, const char *keys, int dim, __m512 scale, float softcap)
+/* Exponents of a block's weights with their values' scale in them, from sums of products with its keys. */
+INLINE __m512 exponents_of(const float *sums, __m512 key_scales, __m512 minus_scales, __m512 scale, float softcap)
 {
-    const __m512i whole = _mm512_sub_epi32(_mm512_load_si512(sums), excess);
-    const __m512 score = _mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_loadu_ps(scales_of(keys, dim)));
+    const __m512 scores = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums)), key_scales);
     if (softcap == 0.0f)
-        return score;
-    return _mm512_mul_ps(tanh_of(_mm512_mul_ps(score, scale)), _mm512_set1_ps(softcap));
+        return _mm512_fmsub_ps(scores, scale, minus_scales);
+    return _mm512_fmsub_ps(tanh_of(_mm512_mul_ps(scores, scale)), _mm512_set1_ps(softcap), minus_scales);
 }
 
-/* A row's sums become scores, -infinity where it sees nothing, which is in its first and last block only; the
- * highest. */
-INLINE __m512 finish_scores(const struct row *row, float *sums, __m512i excess, const char *const *keys, int dim,
-                            float scale, float softcap)
+#define HALVES(first, second) (is_top ? _mm512_max_ps(first, second) : _mm512_add_ps(first, second))
+
+/* The highest of each row's 16 numbers where `is_top`, a constant, or their sum, halves added to halves: of 16 rows
+ * side by side the same operands in the same order. */
+INLINE void reduce_rows(const int num_rows, const int is_top, const __m512 *rows, float *reduced)
 {
-    const int first = row->first / LANES, last = row->last / LANES;
-    const __m512 nothing = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
-    __m512 score = score_of(sums + first * LANES, excess, keys[first], dim, factor, softcap);
-    score = _mm512_mask_mov_ps(nothing, seen_lanes(row, first * LANES), score);
-    _mm512_store_ps(sums + first * LANES, score);
-    if (first == last)
-        return score;
-    __m512 highest = score, second = nothing;
-    int b = first + 1;
-    for (; b + 1 < last; b += 2) {
-        score = score_of(sums + b * LANES, excess, keys[b], dim, factor, softcap);
-        _mm512_store_ps(sums + b * LANES, score);
-        second = _mm512_max_ps(second, score);
-        score = score_of(sums + (b + 1) * LANES, excess, keys[b + 1], dim, factor, softcap);
-        _mm512_store_ps(sums + (b + 1) * LANES, score);
-        highest = _mm512_max_ps(highest, score);
+    if (num_rows < MOST_ROWS) {
+        for (int r = 0; r < num_rows; r++)
+            reduced[r] = is_top ? _mm512_reduce_max_ps(rows[r]) : _mm512_reduce_add_ps(rows[r]);
+        return;
     }
-    if (b < last) {
-        score = score_of(sums + b * LANES, excess, keys[b], dim, factor, softcap);
-        _mm512_store_ps(sums + b * LANES, score);
-        second = _mm512_max_ps(second, score);
-    }
-    score = score_of(sums + last * LANES, excess, keys[last], dim, factor, softcap);
-    score = _mm512_mask_mov_ps(nothing, seen_lanes(row, last * LANES), score);
-    _mm512_store_ps(sums + last * LANES, score);
-    return _mm512_max_ps(_mm512_max_ps(highest, second), score);
+    __m512 x[MOST_ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; r++)
+        x[r] = HALVES(_mm512_shuffle_f32x4(rows[r], rows[r + 8], 0x44),
+                      _mm512_shuffle_f32x4(rows[r], rows[r + 8], 0xEE));
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++)
+        x[r] = HALVES(_mm512_shuffle_f32x4(x[r], x[r + 4], 0x88), _mm512_shuffle_f32x4(x[r], x[r + 4], 0xDD));
+    /* Lanes of 128 bits are of rows r, r + 8, r + 4 and r + 12; then their halves of a row each. */
+#pragma GCC unroll 2
+    for (int r = 0; r < 2; r++)
+        x[r] = HALVES((__m512)_mm512_unpacklo_pd((__m512d)x[r], (__m512d)x[r + 2]),
+                      (__m512)_mm512_unpackhi_pd((__m512d)x[r], (__m512d)x[r + 2]));
+    x[0] = HALVES(_mm512_shuffle_ps(x[0], x[1], 0x88), _mm512_shuffle_ps(x[0], x[1], 0xDD));
+    const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+    _mm512_storeu_ps(reduced, _mm512_permutexvar_ps(order, x[0]));
 }
 
 /* The unit that multiplies tiles falls asleep after some 1,500 cycles without work, and takes 800 to wake up: it is
@@ -113,69 +104,99 @@ INLINE void stay_awake(int *idle, int cycles)
 #endif
 }
 
-/* Sums of products with keys, float32's bits [rows][stride], become weights with their values' scale in them, over the
- * blocks that a row sees; `factors` are the highest of them. Each pass is over all rows, so that none waits for the end
- * of another. `tiled`, a constant: between products of tiles. Then values are fetched into the first level as well. */
-INLINE void softmax_rows(const int tiled, const int num_rows, const struct row *rows, struct row_block *block,
-                         float *scores, int stride, const struct work *work, int dim, float softcap)
+/* Four blocks' exponents become weights, and these codes [tokens / 4 of a block][block][4]. A weight is multiplied by
+ * what undoes its value's scale before it is added to *total, block by block. */
+INLINE __m512i weigh_four(const float *exponents, __m512 top, const float *inverse, __m512 *total)
+{
+    __m512i codes[JOINED];
+    __m512 sum = *total;
+#pragma GCC unroll 4
+    for (int b = 0; b < JOINED; b++) {
+        const __m512 weight = power_of(_mm512_sub_ps(_mm512_load_ps(exponents + b * LANES), top), MOST_WEIGHT);
+        sum = _mm512_fmadd_ps(weight, _mm512_load_ps(inverse + b * LANES), sum);
+        codes[b] = _mm512_cvtps_epi32(weight);
+    }
+    *total = sum;
+    return _mm512_packus_epi16(_mm512_packs_epi32(codes[0], codes[1]), _mm512_packs_epi32(codes[2], codes[3]));
+}
+
+/* Sums of products with keys, in float32's memory [rows][stride], become codes of weights [rows][code_stride], from
+ * block->begin on; 0 where a row sees nothing. Codes may lie at the start of their row's sums. Constants: `tiled`,
+ * between products of tiles; `room`, for how many rows there is memory, num_rows at least. */
+INLINE void softmax_rows(const int tiled, const int room, const int num_rows, const struct row *rows,
+                         struct row_block *block, float *sums, int stride, uint8_t *codes, int code_stride,
+                         const struct work *work, int dim, float softcap)
 {
     const char *const *keys = work->blocks, *const *values = keys + work->num_blocks;
-    int idle = 0;
+    const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    __m512 highest[MOST_ROWS], totals[MOST_ROWS];
+    float inverse[MAX_SPLIT + JOINED * LANES] __attribute__((aligned(64)));
+    const int begin = block->begin, end = block->end, joined = (end - begin + JOINED - 1) / JOINED;
+    int seen_begin = begin, seen_end = end, idle = 0;
     for (int r = 0; r < num_rows; r++) {
-        const int first = rows[r].first / LANES, last = rows[r].last / LANES;
-        const __m512 highest = finish_scores(rows + r, scores + r * stride, _mm512_set1_epi32(block->excess[r]), keys,
-                                             dim, block->scales[r], softcap);
-        if (softcap != 0.0f)
-            block->scales[r] = 1.0f;
-        /* The bound only matters for a row that sees nothing but scores of -infinity, or one that is NaN. */
-        const float top = _mm512_reduce_max_ps(highest) * block->scales[r];
-        block->tops[r] = top > -1e30f ? top : -1e30f;
-        /* Only the top is rounded where the other product is fused, and a score may be above it: too far if so large. */
-        if (fabsf(block->tops[r]) > 0x1p23f) {
-            for (int b = first; b <= last; b++) {
-                float *score = scores + r * stride + b * LANES;
-                _mm512_store_ps(score, _mm512_mul_ps(_mm512_load_ps(score), _mm512_set1_ps(block->scales[r])));
+        const int first = (rows[r].first + LANES - 1) / LANES, after = (rows[r].last + 1) / LANES;
+        seen_begin = first > seen_begin ? first : seen_begin;
+        seen_end = after < seen_end ? after : seen_end;
+    }
+    for (int r = 0; r < room; r++) {
+        highest[r] = nothing;
+        totals[r] = _mm512_setzero_ps();
+    }
+    for (int b = begin; b < end; b++) {
+        const __m512 key_scales = _mm512_loadu_ps(scales_of(keys[b], dim));
+        const __m512 minus_scales = _mm512_loadu_ps(scales_of(values[b], dim));
+        float *at = sums + b * LANES;
+        if (softcap == 0.0f && b >= seen_begin && b < seen_end) {
+#pragma GCC unroll 16
+            for (int r = 0; r < room; r++) {
+                const __m512 e = exponents_of(at + r * stride, key_scales, minus_scales,
+                                              _mm512_set1_ps(block->scales[r]), 0.0f);
+                _mm512_store_ps(at + r * stride, e);
+                highest[r] = _mm512_max_ps(highest[r], e);
             }
-            block->scales[r] = 1.0f;
+        } else {
+            for (int r = 0; r < num_rows; r++) {
+                __m512 e = exponents_of(at + r * stride, key_scales, minus_scales, _mm512_set1_ps(block->scales[r]),
+                                        softcap);
+                e = _mm512_mask_mov_ps(nothing, seen_lanes(rows + r, b * LANES), e);
+                _mm512_store_ps(at + r * stride, e);
+                highest[r] = _mm512_max_ps(highest[r], e);
+            }
         }
+        _mm512_store_ps(inverse + b * LANES, power_of(minus_scales, 1.0f));
         if (tiled)
-            stay_awake(&idle, (last - first + 1) * (softcap != 0.0f ? 30 : 4));
+            stay_awake(&idle, num_rows * (softcap != 0.0f ? 30 : 4));
     }
+    for (int b = end; b < begin + joined * JOINED; b++) {
+        for (int r = 0; r < num_rows; r++)
+            _mm512_store_ps(sums + r * stride + b * LANES, nothing);
+        _mm512_store_ps(inverse + b * LANES, _mm512_setzero_ps());
+    }
+    reduce_rows(room, 1, highest, block->tops);
     for (int r = 0; r < num_rows; r++) {
-        const int first = rows[r].first / LANES, last = rows[r].last / LANES;
-        const __m512 scale = _mm512_set1_ps(block->scales[r]), top = _mm512_set1_ps(block->tops[r]);
-        __m512 total = _mm512_setzero_ps(), most = total;
-        for (int b = first; b <= last; b++) {
-            float *score = scores + r * stride + b * LANES;
-            const __m512 weight = weight_of(_mm512_fmsub_ps(_mm512_load_ps(score), scale, top));
-            const __m512 scaled = _mm512_mul_ps(weight, _mm512_loadu_ps(scales_of(values[b], dim)));
-            if (tiled)
-                for (int i = r; i < dim / 4; i += num_rows)
-                    _mm_prefetch(values[b] + i * REGISTER, _MM_HINT_T0);
-            total = _mm512_add_ps(total, weight);
-            most = _mm512_max_ps(most, scaled);
-            _mm512_store_ps(score, scaled);
-        }
-        block->sums[r] = _mm512_reduce_add_ps(total);
-        block->factors[r] = _mm512_reduce_max_ps(most);
+        /* The bound only matters for a row that sees nothing but scores of -infinity, or one that is NaN. */
+        block->tops[r] = block->tops[r] > -1e30f ? block->tops[r] : -1e30f;
+        const __m512 top = _mm512_set1_ps(block->tops[r]);
+        const float *exponents = sums + r * stride + begin * LANES;
         if (tiled)
-            stay_awake(&idle, (last - first + 1) * 8);
+            fetch_results(rows + r, dim);
+        for (int j = 0; j < joined; j++) {
+            const int at = j * JOINED * LANES;
+            _mm512_store_si512(codes + r * code_stride + j * TILE_BYTES,
+                               weigh_four(exponents + at, top, inverse + begin * LANES + at, totals + r));
+        }
+        if (tiled)
+            stay_awake(&idle, joined * JOINED * 8);
     }
+    reduce_rows(room, 0, totals, block->sums);
 }
 
-/* What the largest of a row's weights is to be multiplied by to be its largest code; *factor, that weight, becomes what
- * undoes it. */
-INLINE float code_weights(float *factor)
-{
-    const float most = *factor;
-    *factor = most / MOST_WEIGHT;
-    return most < LEAST ? 0.0f : MOST_WEIGHT / most;
-}
-
-/* What is left to be done with weighted values, a factor by row; sums go where partial results do. */
+/* What is left to be done with weighted values, a factor by row; sums go where partial results do. All weights are
+ * MOST_WEIGHT times what they are, in both. */
 INLINE void finish_rows(const int num_rows, const struct row *rows, struct row_block *block)
 {
     for (int r = 0; r < num_rows; r++) {
+        block->factors[r] = 1.0f;
         if (rows[r].top_sum) {
             rows[r].top_sum[0] = block->tops[r];
             rows[r].top_sum[1] = block->sums[r];

@@ -9,14 +9,14 @@
 #include "attention_int8.h"
 
 #ifdef __AMX_INT8__
-enum { JOINED = TILE_BYTES / LANES, GATHERED = JOINED * TILE_BYTES, MOST_STRIDE = (MAX_SPLIT + 9 * LANES) * 4 };
+enum { GATHERED = JOINED * TILE_BYTES, MOST_STRIDE = (MAX_SPLIT + 9 * LANES) * 4 };
 
 /* Tiles 0 to 3 are sums, 4 and 5 keys or values, 6 queries or weights, 7 of no meaning.
  *
  * To two columns of 16 scores: products of queries [TILE_ROWS][dim] and two blocks of keys. */
 #define SCORE_PAIR(a, b)                               \
-    _tile_zero(a);                                     \
-    _tile_zero(b);                                     \
+    _tile_loadd(a, starts, TILE_BYTES);                \
+    _tile_loadd(b, starts, TILE_BYTES);                \
     for (int i = 0; i < dim; i += TILE_BYTES) {        \
         _tile_loadd(6, queries + i, dim);              \
         _tile_loadd(4, first + i * LANES, TILE_BYTES); \
@@ -30,8 +30,8 @@ enum { JOINED = TILE_BYTES / LANES, GATHERED = JOINED * TILE_BYTES, MOST_STRIDE 
 
 /* Products with keys of blocks begin .. end, in rows of `stride` bytes; one column more where these are an odd number.
  * A pair of sums is stored while the next is made. */
-INLINE void score_rows(const int8_t *queries, int dim, const char *const *keys, int begin, int end, char *scores,
-                       long stride)
+INLINE void score_rows(const int8_t *queries, const int32_t *starts, int dim, const char *const *keys, int begin,
+                       int end, char *scores, long stride)
 {
     for (int b = begin; b < end; b += 2, scores += 2 * REGISTER) {
         const char *first = keys[b], *second = keys[b + 1 < end ? b + 1 : b];
@@ -52,46 +52,8 @@ INLINE void score_rows(const int8_t *queries, int dim, const char *const *keys, 
     }
 }
 
-/* Four blocks' weights as codes, 0 in blocks that are not from first to last: [tokens / 4 of a block][block][4]. */
-INLINE __m512i codes_of_four(const float *scores, __m512 factor, int first, int last)
-{
-    const __m512 rounds = _mm512_set1_ps(ROUNDS);
-    __m512i whole[JOINED];
-    if (first <= 0 && last >= JOINED - 1)
-#pragma GCC unroll 4
-        for (int b = 0; b < JOINED; b++)
-            whole[b] = (__m512i)_mm512_fmadd_ps(_mm512_load_ps(scores + b * LANES), factor, rounds);
-    else
-#pragma GCC unroll 4
-        for (int b = 0; b < JOINED; b++) { /* whatever is there: it may be no number, and slow */
-            const __m512 own = _mm512_maskz_load_ps(b < first || b > last ? 0 : 0xFFFF, scores + b * LANES);
-            whole[b] = (__m512i)_mm512_fmadd_ps(own, factor, rounds);
-        }
-#pragma GCC unroll 4
-    for (int b = 0; b < JOINED; b++)
-        whole[b] = _mm512_and_si512(whole[b], _mm512_set1_epi32(MOST_WEIGHT));
-    const __m512i low = _mm512_packus_epi32(whole[0], whole[1]), high = _mm512_packus_epi32(whole[2], whole[3]);
-    return _mm512_packus_epi16(low, high);
-}
-
-/* Weights become codes, at the start of their row. */
-INLINE void round_weights(int num_rows, const struct row *rows, struct row_block *block, char *scores, long stride,
-                          int dim)
-{
-    for (int r = 0; r < num_rows; r++, scores += stride) {
-        const __m512 factor = _mm512_set1_ps(code_weights(block->factors + r));
-        const int first = rows[r].first / LANES, last = rows[r].last / LANES;
-        char *codes = scores;
-        fetch_results(rows + r, dim);
-        for (int b = block->begin; b < block->end; b += JOINED, codes += TILE_BYTES) {
-            const float *four = (const float *)(scores + (b - block->begin) * REGISTER);
-            _mm512_store_si512(codes, codes_of_four(four, factor, first - b, last - b));
-        }
-    }
-}
-
 /* Values of blocks begin .. begin + 3, if before `end`, in 64 dimensions: four tiles side by side, in the order of
- * `codes_of_four`. Of blocks that are not there anything may be multiplied by a weight of 0. */
+ * `weigh_four`. Of blocks that are not there anything may be multiplied by a weight of 0. */
 INLINE void gather_values(const char *const *values, int begin, int end, int dim, int from, char *to, long stride)
 {
     for (int b = begin; b < end && b < begin + JOINED; b++, to += stride)
@@ -147,16 +109,21 @@ void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, const st
     /* Rows that are not there give what none reads. */
     int8_t queries[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     char scores[TILE_ROWS * MOST_STRIDE] __attribute__((aligned(64)));
-    struct row_block block;
-    /* Room for codes of weights and what is gathered twice, or for scores of a multiple of four blocks; and a line, so
-     * that rows are not a power of two apart. */
-    const int stride = ((work->num_blocks + JOINED - 1) / JOINED * JOINED + 9) * LANES;
+    int32_t starts[TILE_ROWS * LANES] __attribute__((aligned(64)));
+    struct row_block block = {.scales = {0}};
+    /* Room for codes of weights and what is gathered twice, or for scores of a multiple of four blocks; an odd number
+     * of lines, so that rows are not a power of two apart. */
+    const int joined = (work->num_blocks + 2 * JOINED - 2) / JOINED; /* wherever the first block lies */
+    const int wide = joined * JOINED > joined + 8 ? joined * JOINED : joined + 8, stride = (wide | 1) * LANES;
     load_rows(num_rows, rows, dim, queries, dim, &block);
+    for (int r = 0; r < num_rows; r++)
+        _mm512_store_si512(starts + r * LANES, _mm512_set1_epi32(block.starts[r]));
     WRITTEN();
     char *seen = scores + block.begin * REGISTER;
-    score_rows(queries, dim, work->blocks, block.begin, block.end, seen, stride * 4L);
-    softmax_rows(1, num_rows, rows, &block, (float *)scores, stride, work, dim, softcap);
-    round_weights(num_rows, rows, &block, seen, stride * 4L, dim);
+    score_rows(queries, starts, dim, work->blocks, block.begin, block.end, seen, stride * 4L);
+    softmax_rows(1, MOST_ROWS, num_rows, rows, &block, (float *)scores, stride, (uint8_t *)seen, stride * 4, work, dim,
+                 softcap);
+    WRITTEN();
     finish_rows(num_rows, rows, &block);
     weigh_rows(num_rows, rows, &block, seen, stride * 4L, work->blocks + work->num_blocks, dim);
 }
