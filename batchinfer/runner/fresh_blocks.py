@@ -13,8 +13,10 @@ from batchinfer_kernels.native import attention as native_attention
 from batchinfer.attention.context import LayerCache
 from batchinfer.types.step import Chunk, KVGroup
 
-LEAST_AT_ONCE = 256  # blocks
-AHEAD = 1 / 8  # of the blocks in use
+# What is asked for at once: so many blocks, or fewer where that many bytes hold them, or AHEAD of the blocks in use.
+LEAST_AT_ONCE = 256
+LEAST_BYTES = 64 << 20
+AHEAD = 1 / 8
 
 
 class FreshBlocks:
@@ -25,14 +27,16 @@ class FreshBlocks:
         for number, group in enumerate(groups):
             in_c = [layer.in_c for layer in layers if layer.group == number and layer.in_c is not None]
             if in_c:
-                self._groups.append((number, group.num_blocks, in_c))
+                block_bytes = sum(cache[0].nbytes for layer in in_c for cache in layer.caches)
+                at_once = min(LEAST_AT_ONCE, 1 + LEAST_BYTES // block_bytes)
+                self._groups.append((number, group.num_blocks, at_once, in_c))
         self._ready = [0] * len(groups)
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
         """These are about to be run."""
-        for group, num_blocks, layers in self._groups:
+        for group, num_blocks, at_once, layers in self._groups:
             used, ready = 1 + max(chunk.block_tables[group][-1] for chunk in chunks), self._ready[group]
             if used > ready:
-                stop = min(num_blocks, max(ready + LEAST_AT_ONCE, used + int(used * AHEAD)))
+                stop = min(num_blocks, max(ready + at_once, used + int(used * AHEAD)))
                 native_attention.fault_in(layers, ready, stop)
                 self._ready[group] = stop

@@ -14,7 +14,7 @@ from batchinfer_kernels.native import attention as native_attention
 from batchinfer_kernels.native import library
 from torch import Tensor
 
-from batchinfer.runner.fresh_blocks import LEAST_AT_ONCE, FreshBlocks
+from batchinfer.runner.fresh_blocks import LEAST_AT_ONCE, LEAST_BYTES, FreshBlocks
 from batchinfer.types.step import Chunk, KVGroup
 
 
@@ -34,8 +34,13 @@ def layer(group: int, in_c: Any) -> Any:
     return SimpleNamespace(group=group, in_c=in_c)
 
 
+def in_c(block_bytes: int) -> Any:
+    return SimpleNamespace(caches=(torch.empty(2, block_bytes // 2, dtype=torch.int8, device="meta"),) * 2)
+
+
 def test_ranges_follow_each_other_and_hold_what_is_used(asked: list[tuple[Any, int, int]]) -> None:
-    blocks = FreshBlocks([layer(0, "a"), layer(0, "b")], [KVGroup(num_blocks=5000, block_size=16, window=None)])
+    layers = [in_c(100), in_c(100)]
+    blocks = FreshBlocks([layer(0, x) for x in layers], [KVGroup(num_blocks=5000, block_size=16, window=None)])
     generator = torch.Generator().manual_seed(1)
     highest = 0
     for _ in range(300):
@@ -43,18 +48,26 @@ def test_ranges_follow_each_other_and_hold_what_is_used(asked: list[tuple[Any, i
         blocks.expect([chunk(0, [3, 1]), chunk(1, [0, highest]), chunk(2, [highest // 2])])
         assert asked[-1][2] > highest
     assert [call[1] for call in asked] == [0, *(call[2] for call in asked[:-1])]
-    assert all(call[0] == ["a", "b"] and call[2] - call[1] >= LEAST_AT_ONCE for call in asked[:-1])
+    assert all(call[0] == layers and call[2] - call[1] >= LEAST_AT_ONCE for call in asked[:-1])
     assert asked[-1][2] == 5000
     assert len(asked) < 20
 
 
 def test_each_group_by_itself_and_none_without_code_in_c(asked: list[tuple[Any, int, int]]) -> None:
     groups = [KVGroup(num_blocks=100, block_size=16, window=window) for window in (None, 64, 128)]
-    blocks = FreshBlocks([layer(0, "a"), layer(1, None), layer(2, "c")], groups)
+    first, third = in_c(100), in_c(100)
+    blocks = FreshBlocks([layer(0, first), layer(1, None), layer(2, third)], groups)
     blocks.expect([chunk(0, [1], [2], [70])])
     blocks.expect([chunk(0, [1, 9], [2, 3], [70, 71])])
-    assert asked == [(["a"], 0, 100), (["c"], 0, 100)]
+    assert asked == [([first], 0, 100), ([third], 0, 100)]
     FreshBlocks((), ()).expect([chunk(0, [1])])
+
+
+def test_large_blocks_are_asked_for_few_at_a_time(asked: list[tuple[Any, int, int]]) -> None:
+    blocks = FreshBlocks([layer(0, in_c(LEAST_BYTES // 4))], [KVGroup(num_blocks=100, block_size=16, window=None)])
+    blocks.expect([chunk(0, [0])])
+    blocks.expect([chunk(0, [0, 40])])
+    assert [call[1:] for call in asked] == [(0, 5), (5, 46)]
 
 
 def untouched(cache: Tensor) -> Tensor:

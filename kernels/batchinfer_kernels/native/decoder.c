@@ -156,8 +156,10 @@ static void begin_layer(const struct decoder *decoder, const struct decoder_step
     const struct quantized here = from_row(&buffers->x, first, hidden > q_size ? hidden : q_size);
     const struct quantized normed = for_layer(&here, &layer->qkv);
 #pragma omp for schedule(dynamic, ROWS_AT_A_TIME)
-    for (long r = 0; r < rows; r++)
-        batchinfer_rms_norm_row(step->hidden + (first + r) * hidden, layer->input_norm, decoder->eps, hidden, &normed, r);
+    for (long r = 0; r < rows; r++) {
+        const float *row = step->hidden + (first + r) * hidden;
+        batchinfer_rms_norm_row(row, layer->input_norm, decoder->eps, hidden, &normed, r);
+    }
     batchinfer_linear_part(&normed, rows, &layer->qkv, layer->qkv_bias, buffers->qkv + first * qkv_size, 0);
 
     const struct layer attention = attention_of(decoder, step, at, buffers);

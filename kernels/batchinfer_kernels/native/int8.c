@@ -105,7 +105,8 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
                 const int is_plain = at < plain, is_fine = !is_plain && at < plain + fine;
                 const long index = at - (is_plain ? 0 : is_fine ? plain : plain + fine);
                 const long from = is_plain ? plain_from : is_fine ? fine_from : 0;
-                const struct columns columns = {from + index * PANEL, is_plain ? width : is_fine ? plain_from : fine_from};
+                const long end = is_plain ? width : is_fine ? plain_from : fine_from;
+                const struct columns columns = {from + index * PANEL, end};
                 const struct taking *const taking = columns.first + PANEL <= columns.end ? all : some;
                 if (is_plain)
                     multiply_plain_panel(x, w, index, span.start, span.stop, columns, taking, &linear);
