@@ -18,7 +18,7 @@ from batchinfer.data.segments import ResultRow, results_table
 from batchinfer.engine import Engine, load_engine
 from batchinfer.errors import ConfigError, ModelError
 from batchinfer.job.context import open_context
-from batchinfer.job.manifest import ResolvedJob
+from batchinfer.job.manifest import FORMAT, ResolvedJob
 from batchinfer.job.planner import iter_prepared_batches
 from batchinfer.job.report import job_chunks
 from batchinfer.job.resolve import library_versions
@@ -101,6 +101,13 @@ def refuse_other_arithmetic(job: ResolvedJob, machine: Machine) -> None:
         f"{library} was {frozen[f'versions.{library}']}, here it is {version}"
         for library, version in library_versions().items()
         if frozen[f"versions.{library}"] != version
+    ]
+    was_numbers = {key: number for key, number in frozen.items() if key.startswith(FORMAT)}
+    now_numbers = {f"{FORMAT}{name}": number for name, number in now.format_numbers.items()}
+    differs += [
+        f"{key} was {was_numbers.get(key)}, here it is {now_numbers.get(key)}"
+        for key in sorted(was_numbers.keys() | now_numbers.keys())
+        if was_numbers.get(key) != now_numbers.get(key)
     ]
     if differs:
         raise ConfigError(

@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from batchinfer_kernels.native import attention as native_attention
 
 from batchinfer.attention.context import LayerCache
+from batchinfer.runner.host import free_host_memory
 from batchinfer.types.step import Chunk, KVGroup
 
 # What is asked for at once: so many blocks, or fewer where that many bytes hold them, or AHEAD of the blocks in use.
 LEAST_AT_ONCE = 256
 LEAST_BYTES = 64 << 20
 AHEAD = 1 / 8
+# Nothing is asked for while less than this multiple of it is free: it would be given, and the process killed for it.
+# (A huge page is given whole, for a part of it.)
+FREE_FOR_EACH = 8
 
 
 class FreshBlocks:
@@ -29,14 +33,15 @@ class FreshBlocks:
             if in_c:
                 block_bytes = sum(cache[0].nbytes for layer in in_c for cache in layer.caches)
                 at_once = min(LEAST_AT_ONCE, 1 + LEAST_BYTES // block_bytes)
-                self._groups.append((number, group.num_blocks, at_once, in_c))
+                self._groups.append((number, group.num_blocks, block_bytes, at_once, in_c))
         self._ready = [0] * len(groups)
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
         """These are about to be run."""
-        for group, num_blocks, at_once, layers in self._groups:
+        for group, num_blocks, block_bytes, at_once, layers in self._groups:
             used, ready = 1 + max(chunk.block_tables[group][-1] for chunk in chunks), self._ready[group]
             if used > ready:
                 stop = min(num_blocks, max(ready + at_once, used + int(used * AHEAD)))
-                native_attention.fault_in(layers, ready, stop)
+                if free_host_memory() >= FREE_FOR_EACH * (stop - ready) * block_bytes:
+                    native_attention.fault_in(layers, ready, stop)
                 self._ready[group] = stop

@@ -1,9 +1,9 @@
 """The numeric formats that models compute in, and a number for each: under equal ones two versions give equal bytes.
 
-Jobs freeze the numbers of the formats that they use, and go on only under the same ones. So raise a format's number by
-one in the change that lets it give other bytes for the same input on the same machine: other groups, scales, rounding,
-polynomials or orders of sums. What gives the same bytes in less time leaves it as it is. Where only one backend's bytes
-change, raise it all the same, or name what is the backend's own, as `int8_attention` is.
+Jobs freeze the numbers of the formats that they use, but for FIRST, and go on only under the same ones. So raise a
+format's number by one in the change that lets it give other bytes for the same input on the same machine: other groups,
+scales, rounding, polynomials or orders of sums. What gives the same bytes in less time leaves it as it is. Where only
+one backend's bytes change, raise it all the same, or name what is the backend's own, as `int8_attention` is.
 
 A new format begins with FIRST. Never lower a number, nor use one again. No torch: planning a job asks as well.
 """
@@ -40,6 +40,6 @@ def used(*, dtype: str, quantization: str, kv_cache_dtype: str, kernels: str) ->
     if quantization != "none":
         names.add(quantization)
     names.add(kv_cache_dtype if kv_cache_dtype in _PLAIN else f"{kv_cache_dtype}_kv_cache")
-    if kv_cache_dtype == "int8" and kernels == "native":
+    if kv_cache_dtype == "int8" and kernels == "native":  # or in torch, where heads do not fit: then it says too much
         names.add("int8_attention")
     return frozenset(names)

@@ -131,6 +131,7 @@ def test_a_real_model_gives_the_same_bytes_and_is_known_by_its_hash(tmp_path: Pa
         ("versions.torch", r"torch was 0\.0, here it is "),
         ("engine.instruction_level", r"instruction_level was 0\.0"),
         ("engine.kernels", "can't be had on this machine"),
+        ("numeric_format.int8", r"numeric_format\.int8 was 0\.0, here it is None"),
     ],
 )
 def test_another_installation_or_machine_is_refused(key: str, says: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from batchinfer_kernels.native import attention as native_attention
 from batchinfer_kernels.native import library
 from torch import Tensor
 
+from batchinfer.runner import fresh_blocks
 from batchinfer.runner.fresh_blocks import LEAST_AT_ONCE, LEAST_BYTES, FreshBlocks
 from batchinfer.types.step import Chunk, KVGroup
 
@@ -26,6 +27,7 @@ def chunk(seq_id: int, *tables: list[int]) -> Chunk:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, int]]:
     """What `fault_in` is asked for: (layers, first, stop)."""
     calls: list[tuple[Any, int, int]] = []
+    monkeypatch.setattr(fresh_blocks, "free_host_memory", lambda: 1 << 50)
     monkeypatch.setattr(native_attention, "fault_in", lambda *call: calls.append(call))
     return calls
 
@@ -70,6 +72,22 @@ def test_large_blocks_are_asked_for_few_at_a_time(asked: list[tuple[Any, int, in
     assert [call[1:] for call in asked] == [(0, 5), (5, 46)]
 
 
+def test_nothing_is_asked_for_where_memory_is_short(
+    asked: list[tuple[Any, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = KVGroup(num_blocks=100, block_size=16, window=None)
+    free = 8 * 5 * (LEAST_BYTES // 4)
+    monkeypatch.setattr(fresh_blocks, "free_host_memory", lambda: free - 1)
+    blocks = FreshBlocks([layer(0, in_c(LEAST_BYTES // 4))], [group])
+    blocks.expect([chunk(0, [0])])
+    assert not asked
+    monkeypatch.setattr(fresh_blocks, "free_host_memory", lambda: free)
+    blocks.expect([chunk(0, [0, 3])])
+    assert not asked, "these blocks' turn was before"
+    blocks.expect([chunk(0, [0, 5])])
+    assert [call[1:] for call in asked] == [(5, 10)]
+
+
 def untouched(cache: Tensor) -> Tensor:
     """As the cache is, in memory of its own that nobody has had before."""
     memory = torch.frombuffer(mmap.mmap(-1, cache.nbytes + mmap.PAGESIZE), dtype=torch.uint8)[: cache.nbytes]
@@ -85,8 +103,15 @@ def resident(memory: Tensor) -> list[bool]:
     return [bool(page & 1) for page in found]
 
 
+def can_be_populated() -> bool:
+    if sys.platform != "linux":
+        return False
+    memory = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)
+    return ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(mmap.PAGESIZE), 23) == 0
+
+
 @pytest.mark.skipif(library.available() is not None, reason="no native kernels on this machine")
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.skipif(not can_be_populated(), reason="needs Linux 5.14")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
 def test_blocks_have_memory_and_keep_what_they_hold(dtype: torch.dtype) -> None:
     layers, caches = [], []

@@ -194,7 +194,7 @@ void batchinfer_copy_blocks(const struct layer *const *layers, long num_layers, 
 }
 
 /* Has the system give memory to blocks first .. stop of every layer, as if they were written, without changing them.
- * What it can't give now it gives when they are. */
+ * Where it does not know how, it gives it when they are. */
 void batchinfer_fault_in(const struct layer *const *layers, long num_layers, long kv_heads, long first, long stop,
                          int threads)
 {

@@ -8,7 +8,8 @@
 #include "attention_int8.h"
 #include "turn.h"
 
-/* NO_VALUE: -log2 of a scale for zeros, so small that their weights do not make others' codes small. ROOM: numbers of a
+/* NO_VALUE: -log2 of a scale for zeros, so small that their weights do not make others' codes small. (With scales in
+ * exponents, a token weighs nothing beside another whose values are 2^100 times as large.) ROOM: numbers of a
  * row's scores. */
 enum { NO_VALUE = 64, ROOM = MAX_SPLIT + JOINED * LANES };
 
@@ -128,7 +129,7 @@ static void prepare_query(const float *query, char *prepared, int dim, float sca
         _mm_storeu_si128((__m128i *)(prepared + i), codes);
         sum = _mm512_add_epi32(sum, _mm512_cvtepi8_epi32(codes));
     }
-    const float score_scale = step == 0.0f ? 1.0f : step * scale; /* not 0: it is to keep -infinity as it is */
+    const float score_scale = step == 0.0f ? 1.0f : step * scale; /* of zeros any will do */
     const int32_t start = -128 * _mm512_reduce_add_epi32(sum);
     memcpy(prepared + dim, &score_scale, sizeof score_scale);
     memcpy(prepared + dim + sizeof score_scale, &start, sizeof start);

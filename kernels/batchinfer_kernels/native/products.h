@@ -1,8 +1,8 @@
 /* Products of a panel with many rows, in tiles where there are any, and what becomes of each row's sums.
  *
  * What is to be done with a row's two halves of a panel is a function, `take`, which the compiler knows wherever these
- * are called. In tiles that is done while the next products are being made, and so by a later call: `finish` does the
- * last of it.
+ * are called. In tiles that is done while the next products are being made, and so by a later call: `end_products`
+ * does the last of it.
  *
  * Tiles 0 to 3 are sums, of 16 rows and 16 features each; 4 and 5 activations, of two times 16 rows or bytes and fine
  * bytes of 16 rows; 6 and 7 weights.
