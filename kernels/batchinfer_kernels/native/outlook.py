@@ -21,9 +21,12 @@ _TRIAL = """\
 #include <math.h>
 #include <omp.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 #ifdef __AMX_INT8__
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 #ifndef __AVX512VNNI__
 #error too old for this processor
