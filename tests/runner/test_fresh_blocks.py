@@ -90,7 +90,9 @@ def test_nothing_is_asked_for_where_memory_is_short(
 
 def untouched(cache: Tensor) -> Tensor:
     """As the cache is, in memory of its own that nobody has had before."""
-    memory = torch.frombuffer(mmap.mmap(-1, cache.nbytes + mmap.PAGESIZE), dtype=torch.uint8)[: cache.nbytes]
+    pages = mmap.mmap(-1, cache.nbytes + mmap.PAGESIZE)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)  # of a huge page all is there as soon as any of it is
+    memory = torch.frombuffer(pages, dtype=torch.uint8)[: cache.nbytes]
     return memory.view(cache.dtype).view(cache.transpose(0, 1).shape).transpose(0, 1)
 
 

@@ -119,6 +119,8 @@ void batchinfer_linear_part(const struct quantized *x, long rows, const struct p
 #pragma omp barrier
 }
 
+static const float ROUNDS = 12582912.0f; /* 1.5 * 2^23: added to a number it leaves a whole one in the lowest bits */
+
 /* sigmoid(-a) for a >= 0 within 7e-4 of it: polynomials of degree 2, the smallest relative error that these can have,
  * around multiples of SIGMOID_STEP, by degree. From the last of them on it stays what it is there. */
 static const float SIGMOID_STEP = 0.5f;

@@ -24,7 +24,6 @@ enum {
 };
 
 static const float LEAST = 1e-30f;
-static const float ROUNDS = 12582912.0f; /* 1.5 * 2^23: added to a number it leaves a whole one in the lowest bits */
 static const float TURNED_FACTOR = 0.125f; /* what turning without normalising leaves to be multiplied by */
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
