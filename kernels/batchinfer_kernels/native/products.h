@@ -175,11 +175,12 @@ INLINE void multiply_tiles(struct tiling *tiling, struct ahead *ahead, const int
         for (long k = 0; k < length; k += TURNED, weights += TURNED * PANEL) {
             _tile_stream_loadd(4, values + k, width);
             _tile_loadd(6, weights, VECTOR);
-            _tile_dpbusd(0, 4, 6);
             _tile_loadd(7, weights + 64, VECTOR);
+            if (is_fine || is_two)
+                _tile_stream_loadd(5, others + k, width);
+            _tile_dpbusd(0, 4, 6);
             _tile_dpbusd(1, 4, 7);
             if (is_fine || is_two) {
-                _tile_stream_loadd(5, others + k, width);
                 _tile_dpbusd(2, 5, 6);
                 _tile_dpbusd(3, 5, 7);
             }
