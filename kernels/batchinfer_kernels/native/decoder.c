@@ -144,6 +144,13 @@ static struct layer attention_of(const struct decoder *decoder, const struct dec
     return attention;
 }
 
+/* What is read next: products of many rows leave them further away than in the first-level cache. */
+INLINE void fetch(const float *row, long width)
+{
+    for (long i = 0; i < width; i += 16)
+        _mm_prefetch((const char *)(row + i), _MM_HINT_T0);
+}
+
 /* What comes before attention, for tokens first .. stop. */
 static void begin_layer(const struct decoder *decoder, const struct decoder_step *step, long at,
                         const struct buffers *buffers, long first, long stop)
@@ -167,6 +174,7 @@ static void begin_layer(const struct decoder *decoder, const struct decoder_step
     for (long t = first; t < stop; t++) {
         const float *cos = step->cos + t * half, *sin = step->sin + t * half;
         float *row = buffers->qkv + t * qkv_size;
+        fetch(row + qkv_size, t + 1 < stop ? qkv_size : 0);
         batchinfer_rotate(row, cos, sin, (int)heads, (int)dim, (int)half);
         batchinfer_rotate(row + q_size, cos, sin, (int)kv_heads, (int)dim, (int)half);
         batchinfer_store_token(step->plans[at], &attention, t);

@@ -8,7 +8,14 @@ void batchinfer_rotate(float *x, const float *cos, const float *sin, int heads, 
 {
     for (int h = 0; h < heads; h++) {
         float *restrict first = x + (size_t)h * head_dim, *restrict second = first + half;
-        for (int i = 0; i < half; i++) {
+        int i = 0;
+        for (; i + 16 <= half; i += 16) {
+            const __m512 a = _mm512_loadu_ps(first + i), b = _mm512_loadu_ps(second + i);
+            const __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
+            _mm512_storeu_ps(first + i, _mm512_sub_ps(_mm512_mul_ps(a, c), _mm512_mul_ps(b, s)));
+            _mm512_storeu_ps(second + i, _mm512_add_ps(_mm512_mul_ps(b, c), _mm512_mul_ps(a, s)));
+        }
+        for (; i < half; i++) {
             const float a = first[i], b = second[i];
             first[i] = a * cos[i] - b * sin[i];
             second[i] = b * cos[i] + a * sin[i];
