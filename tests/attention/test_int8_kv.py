@@ -322,6 +322,30 @@ def test_tiles_give_the_bytes_that_registers_give(rows: int, head_dim: int) -> N
     assert found["tiles"][1].isfinite().all() and found["tiles"][2].isnan().any()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [5, 9, 16])
+@needs_c
+def test_tiles_give_the_bytes_that_registers_give_to_more_rows_than_are_given_at_once(
+    group: int, head_dim: int
+) -> None:
+    """Groups whose queries have 100 to 512 rows, with any rest; windows that begin in any block of four."""
+    found: dict[str, list[Tensor]] = {}
+    table = torch.randperm(40, generator=torch.Generator().manual_seed(group)).tolist()
+    for where in ("tiles", "registers"):
+        with products_in(where):
+            found[where] = []
+            for more in ({}, {"window": 37}, {"window": 100}, {"softcap": 3.0}):
+                spec = spec_of(head_dim, group, **more)
+                paged = Paged(spec, 40)
+                begin = 0
+                for tokens in (290, 20, 23, 26, 29, 32):
+                    q, k, v = (normal(tokens, heads, head_dim, seed=i) for i, heads in enumerate((2 * group, 2, 2)))
+                    found[where].append(paged(q, k, v, batch_of(begin, tokens, table)))
+                    begin += tokens
+    for tiled, plain in zip(found["tiles"], found["registers"], strict=True):
+        assert tiled.isfinite().all() and torch.equal(tiled, plain)
+
+
 @pytest.mark.parametrize("split", [16, 48, 256, 1024])
 @needs_c
 def test_tiles_give_the_bytes_that_registers_give_in_splits_of_any_size(split: int) -> None:

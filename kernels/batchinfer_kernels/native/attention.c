@@ -51,6 +51,7 @@ static void prepare(const struct step *step, const struct layer *layer, int64_t 
     work->split = split;
     work->origin = lowest * LANES;
     work->num_blocks = count;
+    work->is_ready = 0;
     for (int b = 0; b < count; b++) {
         const int64_t at = table[lowest + b] * layer->block_stride + kv_head * layer->head_stride;
         work->blocks[b] = layer->k_cache + at;
@@ -59,13 +60,13 @@ static void prepare(const struct step *step, const struct layer *layer, int64_t 
 }
 
 /* `at_a_time`: rows, as the format wants them. */
-static void attend_work(const struct step *step, const struct layer *layer, const struct work *work, int at_a_time)
+static void attend_work(const struct step *step, const struct layer *layer, struct work *work, int at_a_time)
 {
     const int64_t heads = step->num_heads, group = heads / step->num_kv_heads, dim = step->head_dim;
     const int64_t *members = step->members + step->tile_start[work->tile], count = step->tile_count[work->tile];
     const int64_t begin = work->split * step->split_size, end = begin + step->split_size;
     const struct format *format = formats[layer->format];
-    struct row rows[MOST_ROWS];
+    struct row rows[MOST_AT_ONCE];
     int filled = 0;
     for (int64_t i = 0; i < count; i++) {
         const int64_t token = members[i], position = step->positions[token], first = first_seen(step, position);

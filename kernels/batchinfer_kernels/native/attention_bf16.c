@@ -250,7 +250,7 @@ static int begin_attending(int dim)
     return ROWS;
 }
 
-static void attend(int num_rows, const struct row *rows, const struct work *work, int dim, float softcap)
+static void attend(int num_rows, const struct row *rows, struct work *work, int dim, float softcap)
 {
     static attend_rows_of *const by_rows[] = {NULL, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
     by_rows[num_rows](rows, work, dim, softcap);

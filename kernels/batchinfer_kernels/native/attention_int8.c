@@ -254,6 +254,35 @@ INLINE void weigh_rows(const int num_rows, const uint8_t *weights, int stride, c
         weigh_part(num_rows, 1, weights, stride, values, ahead, begin, end, dim, from, rows, factors);
 }
 
+INLINE void softmax_rows(const int num_rows, const struct row *rows, struct row_block *block, float *sums, int stride,
+                         uint8_t *codes, const struct work *work, int dim, float softcap)
+{
+    __m512 highest[ROWS], totals[ROWS];
+    float inverse[ROOM] __attribute__((aligned(64)));
+    const int begin = block->begin, end = block->end;
+    sums += begin * LANES;
+    for (int r = 0; r < num_rows; r++) {
+        highest[r] = _mm512_set1_ps(-INFINITY);
+        totals[r] = _mm512_setzero_ps();
+    }
+    for (int b = begin; b < end; b++) {
+        const char *values = work->blocks[work->num_blocks + b];
+        exponents_of_block(num_rows, num_rows, rows, block, b, sums + (b - begin) * LANES, stride, highest, work, dim,
+                           softcap);
+        _mm512_store_ps(inverse + (b - begin) * LANES, power_of(_mm512_loadu_ps(scales_of(values, dim)), 1.0f));
+    }
+    hide_behind(num_rows, end - begin, sums, stride);
+    for (int b = end - begin; b % JOINED; b++)
+        _mm512_store_ps(inverse + b * LANES, _mm512_setzero_ps());
+    find_tops(num_rows, highest, block);
+    for (int r = 0; r < num_rows; r++)
+        for (int at = 0; at < (end - begin) * LANES; at += JOINED * LANES)
+            _mm512_store_si512(codes + r * stride + at,
+                               weigh_four(sums + r * stride + at, _mm512_set1_ps(block->tops[r]), inverse + at,
+                                          totals + r));
+    reduce_rows(num_rows, 0, totals, block->sums);
+}
+
 INLINE void attend_rows(const int num_rows, const struct row *rows, const struct work *work, int dim, float softcap)
 {
     int8_t queries[ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
@@ -265,7 +294,7 @@ INLINE void attend_rows(const int num_rows, const struct row *rows, const struct
         fetch_results(rows + r, dim);
     load_rows(num_rows, rows, dim, queries, MAX_HEAD_DIM, &block);
     score_rows(num_rows, queries, block.starts, dim, work->blocks, ahead, block.begin, block.end, scores, stride);
-    softmax_rows(0, num_rows, num_rows, rows, &block, scores, stride, weights, stride, work, dim, softcap);
+    softmax_rows(num_rows, rows, &block, scores, stride, weights, work, dim, softcap);
     finish_rows(num_rows, rows, &block);
     weigh_rows(num_rows, weights, stride, work->blocks + ahead, ahead, block.begin, block.end, dim, rows,
                block.factors);
@@ -293,16 +322,20 @@ static int begin_attending(int dim)
     if (!batchinfer_tiles || dim % TILE_BYTES)
         return ROWS;
     begin_tiles();
-    return MOST_ROWS;
+    return MOST_AT_ONCE;
 }
 
-static void attend(int num_rows, const struct row *rows, const struct work *work, int dim, float softcap)
+static void attend(int num_rows, const struct row *rows, struct work *work, int dim, float softcap)
 {
     static attend_rows_of *const by_rows[] = {NULL, attend_1, attend_2, attend_3, attend_4, attend_5, attend_6};
 #ifdef __AMX_INT8__
     if (num_rows > ROWS) {
-        batchinfer_attend_int8_tiles(num_rows, rows, work, dim, softcap);
-        return;
+        const int rest = num_rows % MOST_ROWS <= ROWS ? num_rows % MOST_ROWS : 0, tiled = num_rows - rest;
+        batchinfer_attend_int8_tiles(tiled, rows, work, dim, softcap);
+        if (!rest)
+            return;
+        rows += tiled;
+        num_rows = rest;
     }
 #endif
     by_rows[num_rows](rows, work, dim, softcap);

@@ -10,11 +10,11 @@
 enum { MOST = 127, MOST_WEIGHT = 255, JOINED = TILE_BYTES / LANES };
 static const float LEAST = 1e-30f;
 
-/* Rows that are worked on together: the blocks that any of them sees, and by row what its codes are to be multiplied
- * by to give scores, what its sums of products begin with since keys are 128 too high, its highest exponent, the sum of
- * its weights, and what its sums of weighted values are to be multiplied by. */
+/* Rows that are worked on together: the blocks that any of them sees, those that all of them see whole, and by row what
+ * its codes are to be multiplied by to give scores, what its sums of products begin with since keys are 128 too high,
+ * its highest exponent, the sum of its weights, and what its sums of weighted values are to be multiplied by. */
 struct row_block {
-    int begin, end;
+    int begin, end, seen_begin, seen_end;
     float scales[MOST_ROWS], tops[MOST_ROWS], sums[MOST_ROWS], factors[MOST_ROWS];
     int32_t starts[MOST_ROWS];
 };
@@ -28,12 +28,15 @@ INLINE const float *scales_of(const char *codes, int dim)
 INLINE void load_rows(const int num_rows, const struct row *rows, int dim, int8_t *queries, int stride,
                       struct row_block *block)
 {
-    block->begin = MAX_BLOCKS;
-    block->end = 0;
+    block->begin = block->seen_end = MAX_BLOCKS;
+    block->end = block->seen_begin = 0;
     for (int r = 0; r < num_rows; r++) {
-        const int first = rows[r].first / LANES, last = rows[r].last / LANES + 1;
+        const int first = rows[r].first / LANES, first_whole = (rows[r].first + LANES - 1) / LANES;
+        const int end = rows[r].last / LANES + 1, end_whole = (rows[r].last + 1) / LANES;
         block->begin = first < block->begin ? first : block->begin;
-        block->end = last > block->end ? last : block->end;
+        block->seen_begin = first_whole > block->seen_begin ? first_whole : block->seen_begin;
+        block->end = end > block->end ? end : block->end;
+        block->seen_end = end_whole < block->seen_end ? end_whole : block->seen_end;
         memcpy(queries + r * stride, rows[r].query, dim);
         memcpy(block->scales + r, rows[r].query + dim, sizeof(float));
         memcpy(block->starts + r, rows[r].query + dim + sizeof(float), sizeof(int32_t));
@@ -91,19 +94,6 @@ INLINE void reduce_rows(const int num_rows, const int is_top, const __m512 *rows
     _mm512_storeu_ps(reduced, _mm512_permutexvar_ps(order, x[0]));
 }
 
-/* The unit that multiplies tiles falls asleep after some 1,500 cycles without work, and takes 800 to wake up: it is
- * given some to no end. `idle`: cycles since it had any, or near enough. */
-INLINE void stay_awake(int *idle, int cycles)
-{
-#ifdef __AMX_INT8__
-    *idle += cycles;
-    if (*idle > 1000) {
-        *idle = 0;
-        _tile_dpbusd(7, 4, 5);
-    }
-#endif
-}
-
 /* Four blocks' exponents become weights, and these codes [tokens / 4 of a block][block][4]. A weight is multiplied by
  * what undoes its value's scale before it is added to *total, block by block. */
 INLINE __m512i weigh_four(const float *exponents, __m512 top, const float *inverse, __m512 *total)
@@ -120,75 +110,48 @@ INLINE __m512i weigh_four(const float *exponents, __m512 top, const float *inver
     return _mm512_packus_epi16(_mm512_packs_epi32(codes[0], codes[1]), _mm512_packs_epi32(codes[2], codes[3]));
 }
 
-/* Sums of products with keys, in float32's memory [rows][stride], become codes of weights [rows][code_stride], from
- * block->begin on; 0 where a row sees nothing. Codes may lie at the start of their row's sums. Constants: `tiled`,
- * between products of tiles; `room`, for how many rows there is memory, num_rows at least. */
-INLINE void softmax_rows(const int tiled, const int room, const int num_rows, const struct row *rows,
-                         struct row_block *block, float *sums, int stride, uint8_t *codes, int code_stride,
-                         const struct work *work, int dim, float softcap)
+/* Block b's sums of products with keys, at sums [rows][stride], become exponents, and the highest of each row so far is
+ * found. Constant: `room`, for how many rows there is memory, num_rows at least. */
+INLINE void exponents_of_block(const int room, const int num_rows, const struct row *rows,
+                               const struct row_block *block, int b, float *sums, int stride, __m512 *highest,
+                               const struct work *work, int dim, float softcap)
 {
-    const char *const *keys = work->blocks, *const *values = keys + work->num_blocks;
-    const __m512 nothing = _mm512_set1_ps(-INFINITY);
-    __m512 highest[MOST_ROWS], totals[MOST_ROWS];
-    float inverse[MAX_SPLIT + JOINED * LANES] __attribute__((aligned(64)));
-    const int begin = block->begin, end = block->end, joined = (end - begin + JOINED - 1) / JOINED;
-    int seen_begin = begin, seen_end = end, idle = 0;
-    for (int r = 0; r < num_rows; r++) {
-        const int first = (rows[r].first + LANES - 1) / LANES, after = (rows[r].last + 1) / LANES;
-        seen_begin = first > seen_begin ? first : seen_begin;
-        seen_end = after < seen_end ? after : seen_end;
-    }
-    for (int r = 0; r < room; r++) {
-        highest[r] = nothing;
-        totals[r] = _mm512_setzero_ps();
-    }
-    for (int b = begin; b < end; b++) {
-        const __m512 key_scales = _mm512_loadu_ps(scales_of(keys[b], dim));
-        const __m512 minus_scales = _mm512_loadu_ps(scales_of(values[b], dim));
-        float *at = sums + b * LANES;
-        if (softcap == 0.0f && b >= seen_begin && b < seen_end) {
+    const __m512 key_scales = _mm512_loadu_ps(scales_of(work->blocks[b], dim));
+    const __m512 minus_scales = _mm512_loadu_ps(scales_of(work->blocks[work->num_blocks + b], dim));
+    if (softcap == 0.0f && b >= block->seen_begin && b < block->seen_end) {
 #pragma GCC unroll 16
-            for (int r = 0; r < room; r++) {
-                const __m512 e = exponents_of(at + r * stride, key_scales, minus_scales,
-                                              _mm512_set1_ps(block->scales[r]), 0.0f);
-                _mm512_store_ps(at + r * stride, e);
-                highest[r] = _mm512_max_ps(highest[r], e);
-            }
-        } else {
-            for (int r = 0; r < num_rows; r++) {
-                __m512 e = exponents_of(at + r * stride, key_scales, minus_scales, _mm512_set1_ps(block->scales[r]),
-                                        softcap);
-                e = _mm512_mask_mov_ps(nothing, seen_lanes(rows + r, b * LANES), e);
-                _mm512_store_ps(at + r * stride, e);
-                highest[r] = _mm512_max_ps(highest[r], e);
-            }
+        for (int r = 0; r < room; r++) {
+            const __m512 e = exponents_of(sums + r * stride, key_scales, minus_scales,
+                                          _mm512_set1_ps(block->scales[r]), 0.0f);
+            _mm512_store_ps(sums + r * stride, e);
+            highest[r] = _mm512_max_ps(highest[r], e);
         }
-        _mm512_store_ps(inverse + b * LANES, power_of(minus_scales, 1.0f));
-        if (tiled)
-            stay_awake(&idle, num_rows * (softcap != 0.0f ? 30 : 4));
+    } else {
+        for (int r = 0; r < num_rows; r++) {
+            __m512 e = exponents_of(sums + r * stride, key_scales, minus_scales, _mm512_set1_ps(block->scales[r]),
+                                    softcap);
+            e = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen_lanes(rows + r, b * LANES), e);
+            _mm512_store_ps(sums + r * stride, e);
+            highest[r] = _mm512_max_ps(highest[r], e);
+        }
     }
-    for (int b = end; b < begin + joined * JOINED; b++) {
+}
+
+/* Blocks that are not there, behind the last one, weigh nothing. */
+INLINE void hide_behind(int num_rows, int num_blocks, float *sums, int stride)
+{
+    for (int b = num_blocks; b % JOINED; b++)
         for (int r = 0; r < num_rows; r++)
-            _mm512_store_ps(sums + r * stride + b * LANES, nothing);
-        _mm512_store_ps(inverse + b * LANES, _mm512_setzero_ps());
-    }
+            _mm512_store_ps(sums + r * stride + b * LANES, _mm512_set1_ps(-INFINITY));
+}
+
+INLINE void find_tops(const int room, const __m512 *highest, struct row_block *block)
+{
     reduce_rows(room, 1, highest, block->tops);
-    for (int r = 0; r < num_rows; r++) {
-        /* The bound only matters for a row that sees nothing but scores of -infinity, or one that is NaN. */
-        block->tops[r] = block->tops[r] > -1e30f ? block->tops[r] : -1e30f;
-        const __m512 top = _mm512_set1_ps(block->tops[r]);
-        const float *exponents = sums + r * stride + begin * LANES;
-        if (tiled)
-            fetch_results(rows + r, dim);
-        for (int j = 0; j < joined; j++) {
-            const int at = j * JOINED * LANES;
-            _mm512_store_si512(codes + r * code_stride + j * TILE_BYTES,
-                               weigh_four(exponents + at, top, inverse + begin * LANES + at, totals + r));
-        }
-        if (tiled)
-            stay_awake(&idle, joined * JOINED * 8);
-    }
-    reduce_rows(room, 0, totals, block->sums);
+    /* The bound only matters for a row that sees nothing but scores of -infinity, or one that is NaN. */
+    const __mmask16 mine = (__mmask16)((1 << room) - 1);
+    const __m512 tops = _mm512_maskz_loadu_ps(mine, block->tops);
+    _mm512_mask_storeu_ps(block->tops, mine, _mm512_max_ps(tops, _mm512_set1_ps(-1e30f)));
 }
 
 /* What is left to be done with weighted values, a factor by row; sums go where partial results do. All weights are
@@ -207,10 +170,9 @@ INLINE void finish_rows(const int num_rows, const struct row *rows, struct row_b
 }
 
 #ifdef __AMX_INT8__
-/* Attention of up to MOST_ROWS rows with its products in tiles, for heads that are whole tiles wide; between
+/* Attention of any number of rows with its products in tiles, for heads that are whole tiles wide; between
  * `begin_tiles` and `end_tiles`. */
-void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, const struct work *work, int dim,
-                                  float softcap);
+void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, struct work *work, int dim, float softcap);
 #endif
 
 #endif

@@ -1,130 +1,414 @@
 /* Attention's cache in int8 on processors with AMX: a row block's products in tiles, 16 rows at a time.
  *
  * 64 dimensions of a block's keys are a tile as they lie. Of values a tile would be 16 tokens deep, a quarter of what
- * the same time could multiply: rows of four blocks are gathered into one first. All of it lies in the memory of the
- * scores, which are dead by then: what is written here must be in the first-level cache, which is no larger than a
- * split's scores, keys and values.
+ * the same time could multiply: rows of four blocks are gathered into one, once for all row blocks of a work item.
+ *
+ * Tiles are loaded, multiplied and stored between rows of the arithmetic that belongs to the four blocks before: what
+ * a tile waits for then takes no time, since the processor, which looks a few hundred instructions ahead, finds other
+ * work. For the same reason a row block's products begin before the one before is finished.
  */
 
 #include "attention_int8.h"
 
 #ifdef __AMX_INT8__
-enum { GATHERED = JOINED * TILE_BYTES, MOST_STRIDE = (MAX_SPLIT + 9 * LANES) * 4 };
+enum { MOST_FOURS = MAX_BLOCKS / JOINED, PARTS = MAX_HEAD_DIM / TILE_BYTES };
 
-/* Tiles 0 to 3 are sums, 4 and 5 keys or values, 6 queries or weights, 7 of no meaning.
+/* Loops of their own: in one large function the compiler has no registers left for them. */
+#define APART __attribute__((noinline)) static void
+
+/* Four blocks' values in 64 dimensions: four tiles, rows [tokens / 4 of a block][block] of 16 dimensions. */
+struct gathered {
+    char tiles[LANES / 4][TILE_ROWS * TILE_BYTES];
+} __attribute__((aligned(64)));
+
+/* What all row blocks of a work item need of its values; `inverse` are their scales. Of blocks that are not there
+ * anything may be multiplied by weights of 0. */
+static _Thread_local struct {
+    struct gathered values[MOST_FOURS][PARTS];
+    float inverse[MAX_SPLIT];
+} __attribute__((aligned(64))) ready;
+
+/* A row block that is begun. Rows that are not there give what none reads. */
+struct started {
+    int8_t queries[TILE_ROWS * MAX_HEAD_DIM];
+    int32_t starts[TILE_ROWS * LANES]; /* what sums of products begin with */
+    struct row_block block;            /* begins with a block that is gathered first of four */
+    const struct row *rows;
+    int num_rows;
+} __attribute__((aligned(64)));
+
+/* A row block's memory: scores, exponents and codes in turn; highest and summed numbers by lane; exact sums. */
+struct scratch {
+    float scores[TILE_ROWS * (MAX_SPLIT + LANES)];
+    __m512 highest[MOST_ROWS], totals[MOST_ROWS];
+    int32_t sums[TILE_ROWS * TILE_BYTES];
+    int stride; /* of scores: an odd number of registers, so that rows are not a power of two apart */
+} __attribute__((aligned(64)));
+
+static void make_ready(const struct work *work, int dim)
+{
+    const char *const *values = work->blocks + work->num_blocks;
+    for (int b = 0; b < work->num_blocks; b++) {
+        char *to = ready.values[b / JOINED][0].tiles[0] + b % JOINED * TILE_BYTES;
+        for (int i = 0; i < dim; i += LANES)
+#pragma GCC unroll 4
+            for (int t = 0; t < LANES / 4; t++)
+                _mm512_store_si512(to + i / LANES * TILE_ROWS * TILE_BYTES + t * JOINED * TILE_BYTES,
+                                   _mm512_loadu_si512(values[b] + ((size_t)t * dim + i) * 4));
+        _mm512_store_ps(ready.inverse + b * LANES, power_of(_mm512_loadu_ps(scales_of(values[b], dim)), 1.0f));
+    }
+    for (int b = work->num_blocks; b % JOINED; b++)
+        _mm512_store_ps(ready.inverse + b * LANES, _mm512_setzero_ps());
+}
+
+static void start(struct started *begun, int num_rows, const struct row *rows, int dim)
+{
+    begun->rows = rows;
+    begun->num_rows = num_rows;
+    load_rows(num_rows, rows, dim, begun->queries, dim, &begun->block);
+    begun->block.begin -= begun->block.begin % JOINED;
+    for (int r = num_rows; r < MOST_ROWS; r++) {
+        begun->block.scales[r] = 0.0f;
+        begun->block.starts[r] = 0;
+    }
+    for (int r = 0; r < MOST_ROWS; r++)
+        _mm512_store_si512(begun->starts + r * LANES, _mm512_set1_epi32(begun->block.starts[r]));
+    WRITTEN();
+}
+
+/* ---- Scores: products of queries [TILE_ROWS][dim] and four blocks of keys ----
  *
- * To two columns of 16 scores: products of queries [TILE_ROWS][dim] and two blocks of keys. */
-#define SCORE_PAIR(a, b)                               \
-    _tile_loadd(a, starts, TILE_BYTES);                \
-    _tile_loadd(b, starts, TILE_BYTES);                \
-    for (int i = 0; i < dim; i += TILE_BYTES) {        \
-        _tile_loadd(6, queries + i, dim);              \
-        _tile_loadd(4, first + i * LANES, TILE_BYTES); \
-        _tile_dpbsud(a, 6, 4);                         \
-        _tile_loadd(5, second + i * LANES, TILE_BYTES); \
-        _tile_dpbsud(b, 6, 5);                         \
-    }
-#define STORE_PAIR(a, b, to)       \
-    _tile_stored(a, to, stride);   \
-    _tile_stored(b, to + REGISTER, stride);
+ * Tiles 0 to 3 are sums, 4 and 5 keys or values, 6 queries or weights, 7 of no meaning. Sums begin with what memory
+ * holds: a tile that is set to zero waits for all that was done with it before. With heads of 64 dimensions tile 6
+ * keeps the queries from the first scores of a row block to its last. */
+#define START_SUM(i) _tile_loadd(i, begun->starts, TILE_BYTES);
+#define LOAD_KEYS(i, tile)                                               \
+    if (dim == TILE_BYTES) {                                             \
+        START_SUM(i)                                                     \
+    }                                                                    \
+    _tile_loadd(tile, keys[i] + (dim - TILE_BYTES) * LANES, TILE_BYTES);
 
-/* Products with keys of blocks begin .. end, in rows of `stride` bytes; one column more where these are an odd number.
- * A pair of sums is stored while the next is made. */
-INLINE void score_rows(const int8_t *queries, const int32_t *starts, int dim, const char *const *keys, int begin,
-                       int end, char *scores, long stride)
+/* Keys of four blocks from b on; for one that is not there the last one stands in. */
+INLINE void four_keys(const struct work *work, int b, const char **keys)
 {
-    for (int b = begin; b < end; b += 2, scores += 2 * REGISTER) {
-        const char *first = keys[b], *second = keys[b + 1 < end ? b + 1 : b];
-        if ((b - begin) & 2) {
-            SCORE_PAIR(2, 3)
-            STORE_PAIR(0, 1, scores - 2 * REGISTER)
-        } else {
-            SCORE_PAIR(0, 1)
-            if (b > begin) {
-                STORE_PAIR(2, 3, scores - 2 * REGISTER)
-            }
-        }
-    }
-    if ((end - begin - 1) & 2) {
-        STORE_PAIR(2, 3, scores - 2 * REGISTER)
-    } else {
-        STORE_PAIR(0, 1, scores - 2 * REGISTER)
-    }
+#pragma GCC unroll 4
+    for (int i = 0; i < JOINED; i++)
+        keys[i] = work->blocks[b + i < work->num_blocks ? b + i : work->num_blocks - 1];
 }
 
-/* Values of blocks begin .. begin + 3, if before `end`, in 64 dimensions: four tiles side by side, in the order of
- * `weigh_four`. Of blocks that are not there anything may be multiplied by a weight of 0. */
-INLINE void gather_values(const char *const *values, int begin, int end, int dim, int from, char *to, long stride)
+/* All but the last 64 dimensions; of heads of 64 dimensions nothing. */
+INLINE void begin_scores(const struct started *begun, const char *const *keys, int dim)
 {
-    for (int b = begin; b < end && b < begin + JOINED; b++, to += stride)
-#pragma GCC unroll 4
-        for (int t = 0; t < LANES / 4; t++)
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++)
-                _mm512_store_si512(to + t * JOINED * stride + i * TILE_BYTES,
-                                   _mm512_loadu_si512(values[b] + ((size_t)t * dim + from + i * LANES) * 4));
+    if (dim == TILE_BYTES)
+        return;
+    START_SUM(0)
+    START_SUM(1)
+    START_SUM(2)
+    START_SUM(3)
+    int i = 0;
+    for (; i < dim - TILE_BYTES; i += TILE_BYTES) {
+        _tile_loadd(6, begun->queries + i, dim);
+        _tile_loadd(4, keys[0] + i * LANES, TILE_BYTES);
+        _tile_dpbsud(0, 6, 4);
+        _tile_loadd(5, keys[1] + i * LANES, TILE_BYTES);
+        _tile_dpbsud(1, 6, 5);
+        _tile_loadd(4, keys[2] + i * LANES, TILE_BYTES);
+        _tile_dpbsud(2, 6, 4);
+        _tile_loadd(5, keys[3] + i * LANES, TILE_BYTES);
+        _tile_dpbsud(3, 6, 5);
+    }
+    _tile_loadd(6, begun->queries + i, dim);
+}
+
+APART score(const struct started *begun, const struct work *work, int b, int dim, float *scores, int stride)
+{
+    const char *keys[JOINED];
+    four_keys(work, b, keys);
+    if (dim == TILE_BYTES)
+        _tile_loadd(6, begun->queries, TILE_BYTES);
+    begin_scores(begun, keys, dim);
+    LOAD_KEYS(0, 4)
+    _tile_dpbsud(0, 6, 4);
+    LOAD_KEYS(1, 5)
+    _tile_dpbsud(1, 6, 5);
+    LOAD_KEYS(2, 4)
+    _tile_dpbsud(2, 6, 4);
+    LOAD_KEYS(3, 5)
+    _tile_dpbsud(3, 6, 5);
+    _tile_stored(0, scores, stride * 4L);
+    _tile_stored(1, scores + LANES, stride * 4L);
+    _tile_stored(2, scores + 2 * LANES, stride * 4L);
+    _tile_stored(3, scores + 3 * LANES, stride * 4L);
     WRITTEN();
 }
 
-/* Weighted values. Four blocks are gathered while the four before are multiplied. */
-INLINE void weigh_rows(int num_rows, const struct row *rows, const struct row_block *block, char *scores, long stride,
-                       const char *const *values, int dim)
+/* ---- Exponents ---- */
+
+/* Of the four blocks from b on, all of which all rows see; meanwhile, if there are `more`, a constant, the next four
+ * blocks' scores. */
+INLINE void exponents_of_four(const int more, const struct started *begun, const struct work *work, int b, int dim,
+                              float *scores, int stride, __m512 *highest)
 {
-    const int begin = block->begin, end = block->end;
-    char *gathered = scores + (end - begin + JOINED - 1) / JOINED * TILE_BYTES;
-    for (int from = 0; from < dim; from += 4 * LANES) {
-        const char *codes = scores;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        gather_values(values, begin, end, dim, from, gathered, stride);
-        for (int b = begin, at = 0; b < end; b += JOINED, at ^= GATHERED, codes += TILE_BYTES) {
-            gather_values(values, b + JOINED, end, dim, from, gathered + (at ^ GATHERED), stride);
-            _tile_loadd(6, codes, stride);
-            _tile_loadd(4, gathered + at, stride);
+    __m512 key_scales[JOINED], minus_scales[JOINED];
+    const char *keys[JOINED];
+    float *next = scores + JOINED * LANES;
+#pragma GCC unroll 4
+    for (int i = 0; i < JOINED; i++) {
+        key_scales[i] = _mm512_loadu_ps(scales_of(work->blocks[b + i], dim));
+        minus_scales[i] = _mm512_loadu_ps(scales_of(work->blocks[work->num_blocks + b + i], dim));
+    }
+    if (more) {
+        four_keys(work, b + JOINED, keys);
+        begin_scores(begun, keys, dim);
+        LOAD_KEYS(0, 4)
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < MOST_ROWS; r++) {
+        const __m512 scale = _mm512_set1_ps(begun->block.scales[r]);
+        __m512 top = highest[r];
+#pragma GCC unroll 4
+        for (int i = 0; i < JOINED; i++) {
+            float *at = scores + r * stride + i * LANES;
+            const __m512 e = exponents_of(at, key_scales[i], minus_scales[i], scale, 0.0f);
+            _mm512_store_ps(at, e);
+            top = _mm512_max_ps(top, e);
+        }
+        highest[r] = top;
+        WRITTEN();
+        if (!more)
+            continue;
+        if (r == 0)
+            _tile_dpbsud(0, 6, 4);
+        if (r == 1) {
+            LOAD_KEYS(1, 5)
+        }
+        if (r == 2)
+            _tile_dpbsud(1, 6, 5);
+        if (r == 3) {
+            LOAD_KEYS(2, 4)
+        }
+        if (r == 4)
+            _tile_dpbsud(2, 6, 4);
+        if (r == 5) {
+            LOAD_KEYS(3, 5)
+        }
+        if (r == 6)
+            _tile_dpbsud(3, 6, 5);
+        if (r == 8)
+            _tile_stored(0, next, stride * 4L);
+        if (r == 10)
+            _tile_stored(1, next + LANES, stride * 4L);
+        if (r == 12)
+            _tile_stored(2, next + 2 * LANES, stride * 4L);
+        if (r == 14)
+            _tile_stored(3, next + 3 * LANES, stride * 4L);
+    }
+    WRITTEN();
+}
+
+APART exponents_then_scores(const struct started *begun, const struct work *work, int b, int dim, float *scores,
+                            int stride, __m512 *highest)
+{
+    if (dim == TILE_BYTES)
+        exponents_of_four(1, begun, work, b, TILE_BYTES, scores, stride, highest);
+    else
+        exponents_of_four(1, begun, work, b, dim, scores, stride, highest);
+}
+
+APART last_exponents(const struct started *begun, const struct work *work, int b, int dim, float *scores, int stride,
+                     __m512 *highest)
+{
+    exponents_of_four(0, begun, work, b, dim, scores, stride, highest);
+}
+
+/* Of a row block, with the first four blocks' scores there. */
+static void all_exponents(const struct started *begun, const struct work *work, int dim, float softcap,
+                          struct scratch *scratch)
+{
+    const struct row_block *block = &begun->block;
+    const int stride = scratch->stride;
+    for (int b = block->begin; b < block->end; b += JOINED) {
+        float *scores = scratch->scores + (b - block->begin) * LANES;
+        const int more = b + JOINED < block->end;
+        if (softcap == 0.0f && b >= block->seen_begin && b + JOINED <= block->seen_end) {
+            if (more)
+                exponents_then_scores(begun, work, b, dim, scores, stride, scratch->highest);
+            else
+                last_exponents(begun, work, b, dim, scores, stride, scratch->highest);
+            continue;
+        }
+        if (more)
+            score(begun, work, b + JOINED, dim, scores + JOINED * LANES, stride);
+        for (int i = 0; i < JOINED && b + i < block->end; i++) {
+            exponents_of_block(MOST_ROWS, begun->num_rows, begun->rows, block, b + i, scores + i * LANES, stride,
+                               scratch->highest, work, dim, softcap);
+            /* The unit that multiplies tiles falls asleep after some 1,500 cycles without work, and takes 800 to wake
+             * up: it is given some to no end. */
+            if (softcap != 0.0f)
+                _tile_dpbusd(7, 4, 5);
+        }
+    }
+    hide_behind(MOST_ROWS, block->end - block->begin, scratch->scores, stride);
+}
+
+/* ---- Weights and weighted values ---- */
+
+INLINE void clear_sums(void)
+{
+    static const int32_t zeros[LANES] __attribute__((aligned(64)));
+    _tile_loadd(0, zeros, 0);
+    _tile_loadd(1, zeros, 0);
+    _tile_loadd(2, zeros, 0);
+    _tile_loadd(3, zeros, 0);
+}
+
+INLINE void store_sums(int32_t *sums)
+{
+    _tile_stored(0, sums, 4 * TILE_BYTES);
+    _tile_stored(1, sums + LANES, 4 * TILE_BYTES);
+    _tile_stored(2, sums + 2 * LANES, 4 * TILE_BYTES);
+    _tile_stored(3, sums + 3 * LANES, 4 * TILE_BYTES);
+    WRITTEN();
+}
+
+/* Weighted values of four blocks in 64 dimensions are added to sums. */
+INLINE void weigh_values(const float *codes, int stride, const struct gathered *values)
+{
+    _tile_loadd(6, codes, stride * 4L);
+    _tile_loadd(4, values->tiles[0], TILE_BYTES);
+    _tile_dpbusd(0, 6, 4);
+    _tile_loadd(5, values->tiles[1], TILE_BYTES);
+    _tile_dpbusd(1, 6, 5);
+    _tile_loadd(4, values->tiles[2], TILE_BYTES);
+    _tile_dpbusd(2, 6, 4);
+    _tile_loadd(5, values->tiles[3], TILE_BYTES);
+    _tile_dpbusd(3, 6, 5);
+}
+
+/* Codes of four blocks' weights, at the start of their rows' exponents; meanwhile, if these are not the `first`, a
+ * constant, weighted values of the four before. */
+INLINE void weights_of_four(const int first, const struct started *begun, float *exponents, int stride,
+                            const float *inverse, __m512 *totals, const struct gathered *values)
+{
+#pragma GCC unroll 16
+    for (int r = 0; r < MOST_ROWS; r++) {
+        if (r % 4 == 0 && r >= 8 && r >= begun->num_rows)
+            break;
+        float *at = exponents + r * stride;
+        const __m512i codes = weigh_four(at, _mm512_set1_ps(begun->block.tops[r]), inverse, totals + r);
+        _mm512_store_si512((void *)at, codes);
+        WRITTEN();
+        if (first)
+            continue;
+        if (r == 0)
+            _tile_loadd(6, exponents - JOINED * LANES, stride * 4L);
+        if (r == 1)
+            _tile_loadd(4, values->tiles[0], TILE_BYTES);
+        if (r == 2)
             _tile_dpbusd(0, 6, 4);
-            _tile_loadd(5, gathered + at + TILE_BYTES, stride);
+        if (r == 3)
+            _tile_loadd(5, values->tiles[1], TILE_BYTES);
+        if (r == 4) {
             _tile_dpbusd(1, 6, 5);
-            _tile_loadd(4, gathered + at + 2 * TILE_BYTES, stride);
-            _tile_dpbusd(2, 6, 4);
-            _tile_loadd(5, gathered + at + 3 * TILE_BYTES, stride);
-            _tile_dpbusd(3, 6, 5);
-            WRITTEN(); /* what comes next goes where these tiles were loaded from */
+            _tile_loadd(4, values->tiles[2], TILE_BYTES);
         }
-        STORE_PAIR(0, 1, gathered)
-        STORE_PAIR(2, 3, gathered + 2 * REGISTER)
-        for (int r = 0; r < num_rows; r++)
+        if (r == 5)
+            _tile_dpbusd(2, 6, 4);
+        if (r == 6)
+            _tile_loadd(5, values->tiles[3], TILE_BYTES);
+        if (r == 7)
+            _tile_dpbusd(3, 6, 5);
+    }
+    WRITTEN();
+}
+
+APART first_weights(const struct started *begun, float *exponents, int stride, const float *inverse, __m512 *totals)
+{
+    weights_of_four(1, begun, exponents, stride, inverse, totals, NULL);
+}
+
+APART weights_then_values(const struct started *begun, float *exponents, int stride, const float *inverse,
+                          __m512 *totals, const struct gathered *values)
+{
+    weights_of_four(0, begun, exponents, stride, inverse, totals, values);
+}
+
+/* Codes of all weights, in the place of exponents, and sums of the first 64 dimensions. */
+static void all_weights(struct started *begun, struct scratch *scratch)
+{
+    const int begin = begun->block.begin, end = begun->block.end, stride = scratch->stride;
+    const struct gathered *values = ready.values[begin / JOINED];
+    clear_sums();
+    first_weights(begun, scratch->scores, stride, ready.inverse + begin * LANES, scratch->totals);
+    int b = begin + JOINED;
+    for (; b < end; b += JOINED, values += PARTS)
+        weights_then_values(begun, scratch->scores + (b - begin) * LANES, stride, ready.inverse + b * LANES,
+                            scratch->totals, values);
+    weigh_values(scratch->scores + (b - JOINED - begin) * LANES, stride, values);
+    reduce_rows(MOST_ROWS, 0, scratch->totals, begun->block.sums);
+    finish_rows(begun->num_rows, begun->rows, &begun->block);
+}
+
+/* Sums of 64 dimensions from `from` on, with all codes there. */
+static void weigh_part(const struct started *begun, struct scratch *scratch, int from)
+{
+    const int begin = begun->block.begin;
+    const struct gathered *values = ready.values[begin / JOINED] + from / TILE_BYTES;
+    clear_sums();
+    for (int b = begin; b < begun->block.end; b += JOINED, values += PARTS)
+        weigh_values(scratch->scores + (b - begin) * LANES, scratch->stride, values);
+}
+
+/* Rows' results in 64 dimensions from `from` on. */
+static void put_out(const struct started *begun, const int32_t *sums, int from)
+{
+    for (int r = 0; r < begun->num_rows; r++) {
+        float *out = begun->rows[r].out + from;
+        const __m512 factor = _mm512_set1_ps(begun->block.factors[r]);
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {
-                const __m512i sum = _mm512_load_si512(gathered + r * stride + i * REGISTER);
-                _mm512_storeu_ps(rows[r].out + from + i * LANES,
-                                 _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(block->factors[r])));
-            }
+        for (int i = 0; i < 4; i++) {
+            const __m512i sum = _mm512_load_si512(sums + (r * 4 + i) * LANES);
+            _mm512_storeu_ps(out + i * LANES, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factor));
+        }
     }
 }
 
-void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, const struct work *work, int dim, float softcap)
+void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, struct work *work, int dim, float softcap)
 {
-    /* Rows that are not there give what none reads. */
-    int8_t queries[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
-    char scores[TILE_ROWS * MOST_STRIDE] __attribute__((aligned(64)));
-    int32_t starts[TILE_ROWS * LANES] __attribute__((aligned(64)));
-    struct row_block block = {.scales = {0}};
-    /* Room for codes of weights and what is gathered twice, or for scores of a multiple of four blocks; an odd number
-     * of lines, so that rows are not a power of two apart. */
-    const int joined = (work->num_blocks + 2 * JOINED - 2) / JOINED; /* wherever the first block lies */
-    const int wide = joined * JOINED > joined + 8 ? joined * JOINED : joined + 8, stride = (wide | 1) * LANES;
-    load_rows(num_rows, rows, dim, queries, dim, &block);
-    for (int r = 0; r < num_rows; r++)
-        _mm512_store_si512(starts + r * LANES, _mm512_set1_epi32(block.starts[r]));
-    WRITTEN();
-    char *seen = scores + block.begin * REGISTER;
-    score_rows(queries, starts, dim, work->blocks, block.begin, block.end, seen, stride * 4L);
-    softmax_rows(1, MOST_ROWS, num_rows, rows, &block, (float *)scores, stride, (uint8_t *)seen, stride * 4, work, dim,
-                 softcap);
-    WRITTEN();
-    finish_rows(num_rows, rows, &block);
-    weigh_rows(num_rows, rows, &block, seen, stride * 4L, work->blocks + work->num_blocks, dim);
+    struct started blocks[2], *now = blocks, *next = blocks + 1;
+    struct scratch scratch;
+    scratch.stride = ((work->num_blocks + JOINED - 1) / JOINED * JOINED | 1) * LANES;
+    if (!work->is_ready)
+        make_ready(work, dim);
+    work->is_ready = 1;
+    start(now, num_rows < MOST_ROWS ? num_rows : MOST_ROWS, rows, dim);
+    score(now, work, now->block.begin, dim, scratch.scores, scratch.stride);
+    for (int left = num_rows; left;) {
+        for (int r = 0; r < MOST_ROWS; r++) {
+            scratch.highest[r] = _mm512_set1_ps(-INFINITY);
+            scratch.totals[r] = _mm512_setzero_ps();
+        }
+        all_exponents(now, work, dim, softcap, &scratch);
+        find_tops(MOST_ROWS, scratch.highest, &now->block);
+        for (int r = 0; r < now->num_rows; r++)
+            fetch_results(now->rows + r, dim);
+        all_weights(now, &scratch);
+        int from = 0;
+        for (; from < dim - TILE_BYTES; from += TILE_BYTES) {
+            store_sums(scratch.sums);
+            put_out(now, scratch.sums, from);
+            weigh_part(now, &scratch, from + TILE_BYTES);
+        }
+        left -= now->num_rows;
+        if (left)
+            start(next, left < MOST_ROWS ? left : MOST_ROWS, now->rows + now->num_rows, dim);
+        store_sums(scratch.sums);
+        if (left)
+            score(next, work, next->block.begin, dim, scratch.scores, scratch.stride);
+        put_out(now, scratch.sums, from);
+        struct started *done = now;
+        now = next;
+        next = done;
+    }
 }
 #endif

@@ -10,8 +10,18 @@
 #include "attention.h"
 #include "bf16.h"
 
-/* Rows are worked on ROWS at a time, since that many sums fit in registers, MOST_ROWS in tiles. */
-enum { LANES = 16, ROWS = 6, MOST_ROWS = 16, MAX_SPLIT = 1024, MAX_HEAD_DIM = 256, MAX_BLOCKS = MAX_SPLIT / LANES, REGISTER = 64 };
+/* Rows are worked on ROWS at a time, since that many sums fit in registers, MOST_ROWS in tiles; a format is given up to
+ * MOST_AT_ONCE. */
+enum {
+    LANES = 16,
+    ROWS = 6,
+    MOST_ROWS = 16,
+    MOST_AT_ONCE = 8 * MOST_ROWS,
+    MAX_SPLIT = 1024,
+    MAX_HEAD_DIM = 256,
+    MAX_BLOCKS = MAX_SPLIT / LANES,
+    REGISTER = 64
+};
 
 /* A work item: a tile and KV head, and the blocks of the split that its queries see, the first at position `origin` of
  * the sequence: their keys, then their values, then the keys that the thread works on next. While blocks[i] is worked
@@ -20,6 +30,7 @@ enum { LANES = 16, ROWS = 6, MOST_ROWS = 16, MAX_SPLIT = 1024, MAX_HEAD_DIM = 25
 struct work {
     int64_t tile, kv_head, split, origin;
     int num_blocks;
+    int is_ready; /* whether its format has made ready what several calls for it need; 0 at first */
     const char *blocks[3 * MAX_BLOCKS];
 };
 
@@ -41,10 +52,10 @@ struct format {
     void (*write)(const float *key, const float *value, char *keys, char *values, int dim, int offset);
     /* A query, with the scale of its scores, in 2 * dim bytes. */
     void (*prepare)(const float *query, char *prepared, int dim, float scale);
-    /* A thread calls `begin` before it attends, which says how many rows to work on at a time, MOST_ROWS at most, then
-     * `attend` with up to so many, and `end`, which it tells that number. */
+    /* A thread calls `begin` before it attends, which says how many rows to work on at a time, MOST_AT_ONCE at most,
+     * then `attend` with up to so many, and `end`, which it tells that number. */
     int (*begin)(int dim);
-    void (*attend)(int num_rows, const struct row *rows, const struct work *work, int dim, float softcap);
+    void (*attend)(int num_rows, const struct row *rows, struct work *work, int dim, float softcap);
     void (*end)(int at_a_time);
 };
 
