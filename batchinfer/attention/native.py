@@ -15,7 +15,7 @@ from batchinfer_kernels.turning import Turning
 from torch import Tensor
 
 from batchinfer.attention.spec import AttentionSpec
-from batchinfer.attention.tiles import AttentionShape, StepBatch, Tiles, cut_tiles, find_slots, ranges, starts_of
+from batchinfer.attention.tiles import AttentionShape, Ints, StepBatch, Tiles, cut_tiles, find_slots, ranges, starts_of
 
 # A tile of less than one such part of a step's work is light.
 _LIGHT_SHARE = 64
@@ -90,8 +90,10 @@ def plan_step(batch: StepBatch, shape: AttentionShape) -> TileStep:
     entry = np.full(len(positions), -1, dtype=np.int64)
     entry[several] = starts_of(splits[several])
     slots, fresh_blocks = find_slots(batch, shape, chunk, positions)
+    items, num_heavy = _heavy_first(tiles, shape)
     return TileStep(
         num_entries=int(splits[several].sum()),
+        num_heavy=num_heavy,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
@@ -102,7 +104,7 @@ def plan_step(batch: StepBatch, shape: AttentionShape) -> TileStep:
         tile_chunk=tiles.chunk,
         tile_split=tiles.split,
         members=tiles.members,
-        items=_heavy_first(tiles, shape),
+        items=items,
         positions=positions,
         block_tables=batch.block_tables,
         entry=entry,
@@ -112,10 +114,12 @@ def plan_step(batch: StepBatch, shape: AttentionShape) -> TileStep:
     )
 
 
-def _heavy_first(tiles: Tiles, shape: AttentionShape) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Tiles with their KV heads. Those that could keep one thread busy when the others are done come first; the rest
-    keep their order, in which sequences that share blocks stand together and find them in the CPU's caches."""
+def _heavy_first(tiles: Tiles, shape: AttentionShape) -> tuple[Ints, int]:
+    """(Tiles with their KV heads, how many of them are heavy). Those that could keep one thread busy when the others
+    are done come first; the rest keep their order, in which sequences that share blocks stand together and find them in
+    the CPU's caches."""
     weight = tiles.count * tiles.width
-    order = np.argsort(weight * _LIGHT_SHARE <= weight.sum(), kind="stable")
+    is_light = weight * _LIGHT_SHARE <= weight.sum()
+    order = np.argsort(is_light, kind="stable")
     items = order[:, None] * shape.num_kv_heads + np.arange(shape.num_kv_heads)
-    return items.reshape(-1)
+    return items.reshape(-1), int((~is_light).sum()) * shape.num_kv_heads

@@ -191,6 +191,20 @@ def test_any_number_of_threads_gives_the_same_bytes(kind: str) -> None:
 
 
 @every
+def test_any_number_of_threads_gives_the_same_bytes_where_much_work_is_light(kind: str) -> None:
+    """Beside a long chunk, so many short sequences that threads take some of their tiles at once."""
+    spec, lengths = SPECS["gqa"], [300, *(17 + i % 12 for i in range(90))]
+    steps = [{0: 200}, {i: n - 1 for i, n in enumerate(lengths) if i}, {0: 100, **dict.fromkeys(range(1, 91), 1)}]
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(run(spec, lengths, steps, kind=kind))
+    torch.set_num_threads(1)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@every
 def test_many_decode_rows_have_the_same_bytes_as_each_alone(kind: str) -> None:
     spec = SPECS["gqa"]
     lengths = [40 + i for i in range(40)]

@@ -183,6 +183,19 @@ def test_a_sick_token_is_kept_from_those_before_it(value: float, where: str, ins
     assert got[sick:, :3].isnan().all()
 
 
+def test_items_that_could_keep_a_thread_busy_come_first_and_are_counted() -> None:
+    """A chunk's, before those of many short sequences, of which threads take some at once."""
+    spec = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=64, scale=0.125)
+    backend = NativeAttention(spec, block_size=BLOCK, split_size=256)
+    starts, lengths = [*[20] * 90, 0], [*[1] * 90, 70]
+    plan = backend.plan(batch_of(starts, lengths, [[*range(5 * i, 5 * i + 5)] for i in range(91)]))
+    chunk = plan.arrays["tile_chunk"][plan.arrays["items"] // 2]
+    assert plan.struct.num_heavy == 2 * 3 and plan.struct.num_items == 2 * (90 + 3)
+    assert (chunk[:6] == 90).all() and chunk[6:].tolist() == [i // 2 for i in range(180)]
+    alone = backend.plan(batch_of([20], [1], [[0, 1]]))
+    assert alone.struct.num_heavy == alone.struct.num_items == 2
+
+
 def test_a_block_is_copied_by_its_index() -> None:
     """A sequence goes on from a copy of a block that another one has filled in part, with the same bytes."""
     spec = spec_of(64)

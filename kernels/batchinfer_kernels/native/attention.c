@@ -24,6 +24,9 @@
 /* By `layer.format`; the same in attention.py. */
 static const struct format *const formats[] = {&batchinfer_bf16_format, &batchinfer_int8_format};
 
+/* So many tiles' items are taken from the queue at once, where every thread would take SHARES times as many. */
+enum { MOST_CLAIMED = 16, SHARES = 8 };
+
 static int64_t first_seen(const struct step *step, int64_t position)
 {
     const int64_t first = step->window ? position - step->window + 1 : 0;
@@ -94,21 +97,39 @@ static void attend_work(const struct step *step, const struct layer *layer, stru
         format->attend(filled, rows, work, (int)dim, layer->softcap);
 }
 
-/* Items `first`, then others from `queue` on, until there are none. The next one is known before one is begun, so that
- * its keys can be fetched. */
-static void attend_items(const struct step *step, const struct layer *layer, int64_t first, int64_t *queue)
+/* Takes the next items from the queue: as many as keep those together that share blocks, fewer towards the end. */
+static int64_t claim(const struct step *step, int64_t *queue, int64_t *stop)
+{
+    int64_t item, taken;
+#pragma omp atomic read
+    taken = *queue;
+    const int64_t most = MOST_CLAIMED * step->num_kv_heads;
+    const int64_t share = (step->num_items - taken) / (SHARES * omp_get_num_threads());
+    const int64_t count = taken < step->num_heavy || share < 1 ? 1 : share < most ? share : most;
+#pragma omp atomic capture
+    {
+        item = *queue;
+        *queue += count;
+    }
+    *stop = item + count < step->num_items ? item + count : step->num_items;
+    return item;
+}
+
+/* Items from the queue until there are none. The next one is known before one is begun, so that its keys can be
+ * fetched. */
+static void attend_items(const struct step *step, const struct layer *layer, int64_t *queue)
 {
     struct work works[2], *now = works, *next = works + 1;
-    if (first >= step->num_items)
+    int64_t stop, item = claim(step, queue, &stop);
+    if (item >= stop)
         return;
     const struct format *format = formats[layer->format];
     const int at_a_time = format->begin((int)step->head_dim);
-    prepare(step, layer, step->items[first], now);
+    prepare(step, layer, step->items[item], now);
     for (;;) {
-        int64_t item;
-#pragma omp atomic capture
-        item = (*queue)++;
-        const int more = item < step->num_items;
+        if (++item >= stop)
+            item = claim(step, queue, &stop);
+        const int more = item < stop;
         if (more)
             prepare(step, layer, step->items[item], next);
         const struct work *then = more ? next : now;
@@ -216,8 +237,8 @@ void batchinfer_fault_in(const struct layer *const *layers, long num_layers, lon
 void batchinfer_attend_tiles(const struct step *step, const struct layer *layer, int64_t *queue)
 {
 #pragma omp single
-    *queue = omp_get_num_threads();
-    attend_items(step, layer, omp_get_thread_num(), queue);
+    *queue = 0;
+    attend_items(step, layer, queue);
 #pragma omp barrier
 }
 

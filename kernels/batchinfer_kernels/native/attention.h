@@ -9,14 +9,15 @@
 struct step {
     /* Tiles: queries members[tile_start ..][tile_count], blocks found through a row of block_tables. */
     const int64_t *tile_start, *tile_count, *tile_chunk, *tile_split, *members;
-    /* Work items in the order in which they are begun: tile * num_kv_heads + KV head. */
+    /* Work items in the order in which they are begun: tile * num_kv_heads + KV head. num_heavy of them, the first,
+     * are much work each. */
     const int64_t *items;
     const int64_t *positions, *block_tables;
     /* A token's first partial result, -1 where it sees one split only; the tokens that see several. */
     const int64_t *entry, *several;
     /* block * LANES + offset of each token; blocks whose values are cleared first. */
     const int64_t *slots, *fresh_blocks;
-    int64_t num_tokens, num_items, num_several, num_fresh, table_width;
+    int64_t num_tokens, num_items, num_heavy, num_several, num_fresh, table_width;
     int64_t num_heads, num_kv_heads, head_dim, split_size, window; /* window: 0 is none */
 };
 

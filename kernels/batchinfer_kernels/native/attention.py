@@ -51,7 +51,7 @@ _ARRAYS = (
     "slots",
     "fresh_blocks",
 )
-_COUNTS = ("num_tokens", "num_items", "num_several", "num_fresh", "table_width")
+_COUNTS = ("num_tokens", "num_items", "num_heavy", "num_several", "num_fresh", "table_width")
 _SHAPE = ("num_heads", "num_kv_heads", "head_dim", "split_size", "window")
 
 
@@ -84,6 +84,7 @@ class TileStep:
                    split is found, and the split's number
     members        tokens of all tiles
     items          tile * num_kv_heads + KV head, in the order in which they are begun
+    num_heavy      items, the first, that threads take one by one; of others they take some at once
     positions      per token
     block_tables   [chunks, width]
     entry          per token: its first row of partial results (one for each split that it sees, in order), or -1
@@ -98,6 +99,7 @@ class TileStep:
         self,
         *,
         num_entries: int,
+        num_heavy: int,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -112,6 +114,7 @@ class TileStep:
             **{name: array.ctypes.data for name, array in self.arrays.items()},
             num_tokens=len(arrays["positions"]),
             num_items=len(arrays["items"]),
+            num_heavy=num_heavy,
             num_several=len(arrays["several"]),
             num_fresh=len(arrays["fresh_blocks"]),
             table_width=arrays["block_tables"].shape[1],
