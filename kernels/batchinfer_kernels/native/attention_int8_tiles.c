@@ -264,6 +264,7 @@ INLINE void clear_sums(void)
 
 INLINE void store_sums(int32_t *sums)
 {
+    WRITTEN(); /* what was there has been read */
     _tile_stored(0, sums, 4 * TILE_BYTES);
     _tile_stored(1, sums + LANES, 4 * TILE_BYTES);
     _tile_stored(2, sums + 2 * LANES, 4 * TILE_BYTES);
