@@ -28,11 +28,12 @@ static _Thread_local struct {
     float inverse[MAX_SPLIT];
 } __attribute__((aligned(64))) ready;
 
-/* A row block that is begun. Rows that are not there give what none reads. */
+/* A row block that is begun. It is worked on from its work item's first block on: queries of a tile are so near to each
+ * other that they begin to see in nearly the same one. Rows that are not there give what none reads. */
 struct started {
     int8_t queries[TILE_ROWS * MAX_HEAD_DIM];
     int32_t starts[TILE_ROWS * LANES]; /* what sums of products begin with */
-    struct row_block block;            /* begins with a block that is gathered first of four */
+    struct row_block block;
     const struct row *rows;
     int num_rows;
 } __attribute__((aligned(64)));
@@ -66,7 +67,6 @@ static void start(struct started *begun, int num_rows, const struct row *rows, i
     begun->rows = rows;
     begun->num_rows = num_rows;
     load_rows(num_rows, rows, dim, begun->queries, dim, &begun->block);
-    begun->block.begin -= begun->block.begin % JOINED;
     for (int r = num_rows; r < MOST_ROWS; r++) {
         begun->block.scales[r] = 0.0f;
         begun->block.starts[r] = 0;
@@ -227,8 +227,8 @@ static void all_exponents(const struct started *begun, const struct work *work, 
 {
     const struct row_block *block = &begun->block;
     const int stride = scratch->stride;
-    for (int b = block->begin; b < block->end; b += JOINED) {
-        float *scores = scratch->scores + (b - block->begin) * LANES;
+    for (int b = 0; b < block->end; b += JOINED) {
+        float *scores = scratch->scores + b * LANES;
         const int more = b + JOINED < block->end;
         if (softcap == 0.0f && b >= block->seen_begin && b + JOINED <= block->seen_end) {
             if (more)
@@ -248,7 +248,7 @@ static void all_exponents(const struct started *begun, const struct work *work, 
                 _tile_dpbusd(7, 4, 5);
         }
     }
-    hide_behind(MOST_ROWS, block->end - block->begin, scratch->scores, stride);
+    hide_behind(MOST_ROWS, block->end, scratch->scores, stride);
 }
 
 /* ---- Weights and weighted values ---- */
@@ -337,15 +337,15 @@ APART weights_then_values(const struct started *begun, float *exponents, int str
 /* Codes of all weights, in the place of exponents, and sums of the first 64 dimensions. */
 static void all_weights(struct started *begun, struct scratch *scratch)
 {
-    const int begin = begun->block.begin, end = begun->block.end, stride = scratch->stride;
-    const struct gathered *values = ready.values[begin / JOINED];
+    const int stride = scratch->stride;
+    const struct gathered *values = ready.values[0];
     clear_sums();
-    first_weights(begun, scratch->scores, stride, ready.inverse + begin * LANES, scratch->totals);
-    int b = begin + JOINED;
-    for (; b < end; b += JOINED, values += PARTS)
-        weights_then_values(begun, scratch->scores + (b - begin) * LANES, stride, ready.inverse + b * LANES,
-                            scratch->totals, values);
-    weigh_values(scratch->scores + (b - JOINED - begin) * LANES, stride, values);
+    first_weights(begun, scratch->scores, stride, ready.inverse, scratch->totals);
+    int b = JOINED;
+    for (; b < begun->block.end; b += JOINED, values += PARTS)
+        weights_then_values(begun, scratch->scores + b * LANES, stride, ready.inverse + b * LANES, scratch->totals,
+                            values);
+    weigh_values(scratch->scores + (b - JOINED) * LANES, stride, values);
     reduce_rows(MOST_ROWS, 0, scratch->totals, begun->block.sums);
     finish_rows(begun->num_rows, begun->rows, &begun->block);
 }
@@ -353,11 +353,10 @@ static void all_weights(struct started *begun, struct scratch *scratch)
 /* Sums of 64 dimensions from `from` on, with all codes there. */
 static void weigh_part(const struct started *begun, struct scratch *scratch, int from)
 {
-    const int begin = begun->block.begin;
-    const struct gathered *values = ready.values[begin / JOINED] + from / TILE_BYTES;
+    const struct gathered *values = ready.values[0] + from / TILE_BYTES;
     clear_sums();
-    for (int b = begin; b < begun->block.end; b += JOINED, values += PARTS)
-        weigh_values(scratch->scores + (b - begin) * LANES, scratch->stride, values);
+    for (int b = 0; b < begun->block.end; b += JOINED, values += PARTS)
+        weigh_values(scratch->scores + b * LANES, scratch->stride, values);
 }
 
 /* Rows' results in 64 dimensions from `from` on. */
@@ -383,7 +382,7 @@ void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, struct w
         make_ready(work, dim);
     work->is_ready = 1;
     start(now, num_rows < MOST_ROWS ? num_rows : MOST_ROWS, rows, dim);
-    score(now, work, now->block.begin, dim, scratch.scores, scratch.stride);
+    score(now, work, 0, dim, scratch.scores, scratch.stride);
     for (int left = num_rows; left;) {
         for (int r = 0; r < MOST_ROWS; r++) {
             scratch.highest[r] = _mm512_set1_ps(-INFINITY);
@@ -405,7 +404,7 @@ void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, struct w
             start(next, left < MOST_ROWS ? left : MOST_ROWS, now->rows + now->num_rows, dim);
         store_sums(scratch.sums);
         if (left)
-            score(next, work, next->block.begin, dim, scratch.scores, scratch.stride);
+            score(next, work, 0, dim, scratch.scores, scratch.stride);
         put_out(now, scratch.sums, from);
         struct started *done = now;
         now = next;
