@@ -36,6 +36,7 @@ struct started {
     struct row_block block;
     const struct row *rows;
     int num_rows;
+    const float *results[MOST_ROWS]; /* of rows that are not there the first one's */
 } __attribute__((aligned(64)));
 
 /* A row block's memory: scores, exponents and codes in turn; highest and summed numbers by lane; exact sums. */
@@ -71,8 +72,10 @@ static void start(struct started *begun, int num_rows, const struct row *rows, i
         begun->block.scales[r] = 0.0f;
         begun->block.starts[r] = 0;
     }
-    for (int r = 0; r < MOST_ROWS; r++)
+    for (int r = 0; r < MOST_ROWS; r++) {
+        begun->results[r] = rows[r < num_rows ? r : 0].out;
         _mm512_store_si512(begun->starts + r * LANES, _mm512_set1_epi32(begun->block.starts[r]));
+    }
     WRITTEN();
 }
 
@@ -174,6 +177,7 @@ INLINE void exponents_of_four(const int more, const struct started *begun, const
             top = _mm512_max_ps(top, e);
         }
         highest[r] = top;
+        __builtin_prefetch(begun->results[r] + b / JOINED * LANES, 1);
         WRITTEN();
         if (!more)
             continue;
@@ -390,8 +394,6 @@ void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, struct w
         }
         all_exponents(now, work, dim, softcap, &scratch);
         find_tops(MOST_ROWS, scratch.highest, &now->block);
-        for (int r = 0; r < now->num_rows; r++)
-            fetch_results(now->rows + r, dim);
         all_weights(now, &scratch);
         int from = 0;
         for (; from < dim - TILE_BYTES; from += TILE_BYTES) {
