@@ -2,13 +2,18 @@
 
 Page by page, while a block is written, the system takes several times as long to give it. Blocks that were never used
 are taken in order (`BlockManager`), so what is used says what comes next.
+
+Huge pages make the cache faster to read, but some virtual machines, whose host takes back what is free, need a hundred
+times as long to give one as others: what that costs is watched, and small ones are used instead.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from batchinfer_kernels.native import attention as native_attention
+from batchinfer_kernels.native.attention import TileLayer
 
 from batchinfer.attention.context import LayerCache
 from batchinfer.runner.host import free_host_memory
@@ -21,6 +26,8 @@ AHEAD = 1 / 8
 # Nothing is asked for while less than this multiple of it is free: it would be given, and the process killed for it.
 # (A huge page is given whole, for a part of it.)
 FREE_FOR_EACH = 8
+# More seconds than this for a huge page are slow; to clear one takes a tenth of it.
+SLOW_HUGE_PAGE = 2e-3
 
 
 class FreshBlocks:
@@ -35,6 +42,7 @@ class FreshBlocks:
                 at_once = min(LEAST_AT_ONCE, 1 + LEAST_BYTES // block_bytes)
                 self._groups.append((number, group.num_blocks, block_bytes, at_once, in_c))
         self._ready = [0] * len(groups)
+        self._small_pages = False
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
         """These are about to be run."""
@@ -43,5 +51,22 @@ class FreshBlocks:
             if used > ready:
                 stop = min(num_blocks, max(ready + at_once, used + int(used * AHEAD)))
                 if free_host_memory() >= FREE_FOR_EACH * (stop - ready) * block_bytes:
-                    native_attention.fault_in(layers, ready, stop)
+                    self._fault_in(layers, ready, stop)
                 self._ready[group] = stop
+
+    def _fault_in(self, layers: Sequence[TileLayer], first: int, stop: int) -> None:
+        """By layer, until huge pages are found to be slow."""
+        if self._small_pages or stop <= native_attention.SMALL_BLOCKS:
+            native_attention.fault_in(layers, first, stop)
+            return
+        for number, layer in enumerate(layers, 1):
+            began = time.perf_counter()
+            native_attention.fault_in([layer], first, stop)
+            seconds = time.perf_counter() - began
+            heads = [head for cache in layer.caches for head in cache[first:stop].transpose(0, 1)]
+            if seconds > SLOW_HUGE_PAGE * sum(1 + head.nbytes // native_attention.HUGE_PAGE for head in heads):
+                self._small_pages = True
+                for _, _, _, _, others in self._groups:
+                    native_attention.want_small_pages(others, 0)
+                native_attention.fault_in(layers[number:], first, stop)
+                return

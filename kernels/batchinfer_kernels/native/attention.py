@@ -34,6 +34,7 @@ MAX_HEAD_DIM = 256
 FORMATS = {torch.bfloat16: 0, torch.int8: 1}
 # A head's first blocks lie in small pages: a small job would spend most of its time with clearing huge ones.
 SMALL_BLOCKS = 1024
+HUGE_PAGE = 2 << 20
 
 Ints = npt.NDArray[np.int64]
 
@@ -190,13 +191,26 @@ def new_caches(num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.d
 
 
 def _want_huge_pages(cache: Tensor) -> None:
-    """Asks for pages of 2 MiB, a wish that the system may ignore: with those of 4 KiB, looking up addresses costs
-    every fifth byte that memory could give."""
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    start = -(-cache.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = cache.data_ptr() + cache.nbytes - start
-    if madvise is not None and size > 0:
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    """Asks for pages of HUGE_PAGE bytes, a wish that the system may ignore: with those of 4 KiB, looking up addresses
+    costs up to every fifth byte that memory could give."""
+    _advise(cache, "MADV_HUGEPAGE")
+
+
+def want_small_pages(layers: Sequence[TileLayer], first: int) -> None:
+    """Takes that back for blocks from `first` on; where there are huge pages already, they stay."""
+    for layer in layers:
+        for of_layer in layer.caches:
+            for of_head in of_layer.transpose(0, 1):
+                _advise(of_head[first:], "MADV_NOHUGEPAGE")
+
+
+def _advise(memory: Tensor, advice: str) -> None:
+    """Of the whole pages of some memory, where the system can be told that."""
+    madvise, number = getattr(ctypes.CDLL(None), "madvise", None), getattr(mmap, advice, None)
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = memory.data_ptr() + memory.nbytes - start
+    if madvise is not None and number is not None and size > 0:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), number)
 
 
 def pack_keys(keys: Tensor) -> Tensor:
