@@ -190,10 +190,15 @@ void batchinfer_store_token(const struct step *step, const struct layer *layer, 
     for (int64_t h = 0; h < step->num_heads; h++)
         format->prepare(layer->q + token * layer->q_stride + h * dim,
                         layer->queries + (token * step->num_heads + h) * 2 * dim, (int)dim, layer->scale);
+    const int64_t slot = step->slots[token], then = token + 1 < step->num_tokens ? step->slots[token + 1] : slot;
     for (int64_t h = 0; h < step->num_kv_heads; h++) {
-        const int64_t at = step->slots[token] / LANES * layer->block_stride + h * layer->head_stride;
+        const int64_t at = slot / LANES * layer->block_stride + h * layer->head_stride;
+        if (then / LANES != slot / LANES) {
+            const int64_t next = then / LANES * layer->block_stride + h * layer->head_stride;
+            format->fetch(layer->k_cache + next, layer->v_cache + next, (int)dim, (int)(then % LANES));
+        }
         format->write(layer->k + token * layer->k_stride + h * dim, layer->v + token * layer->v_stride + h * dim,
-                      layer->k_cache + at, layer->v_cache + at, (int)dim, (int)(step->slots[token] % LANES));
+                      layer->k_cache + at, layer->v_cache + at, (int)dim, (int)(slot % LANES));
     }
 }
 

@@ -54,6 +54,13 @@ static void clear_block(char *values, int dim)
     memset(values, 0, (size_t)dim * LANES * sizeof(uint16_t));
 }
 
+/* A key is a number or two of each line of its block's, a value a row of pairs. */
+static void fetch_slot(const char *keys, const char *values, int dim, int offset)
+{
+    fetch_to_write(keys, dim * LANES * 2);
+    fetch_to_write(values + (size_t)(offset / 2) * dim * 4, dim * 4);
+}
+
 static void prepare_query(const float *query, char *prepared, int dim, float scale)
 {
     for (int i = 0; i < dim; i += 32) {
@@ -262,4 +269,4 @@ static void end_attending(int at_a_time)
 }
 
 const struct format batchinfer_bf16_format = {
-    clear_block, write_head, prepare_query, begin_attending, attend, end_attending};
+    clear_block, write_head, fetch_slot, prepare_query, begin_attending, attend, end_attending};

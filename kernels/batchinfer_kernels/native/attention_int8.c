@@ -116,6 +116,14 @@ static void write_head(const float *key, const float *value, char *keys, char *v
     }
 }
 
+/* A key is four bytes of each line of its block's, a value a byte in four of a row's. */
+static void fetch_slot(const char *keys, const char *values, int dim, int offset)
+{
+    fetch_to_write(keys, dim * LANES + REGISTER);
+    fetch_to_write(values + (size_t)(offset / 4) * dim * 4, dim * 4);
+    fetch_to_write(scales_of(values, dim), REGISTER);
+}
+
 /* Codes [dim]; the scale of the scores, float32; what sums of products with keys that are 128 too high begin with,
  * int32. */
 static void prepare_query(const float *query, char *prepared, int dim, float scale)
@@ -349,4 +357,4 @@ static void end_attending(int at_a_time)
 }
 
 const struct format batchinfer_int8_format = {
-    clear_block, write_head, prepare_query, begin_attending, attend, end_attending};
+    clear_block, write_head, fetch_slot, prepare_query, begin_attending, attend, end_attending};

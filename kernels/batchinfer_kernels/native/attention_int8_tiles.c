@@ -36,7 +36,10 @@ struct started {
     struct row_block block;
     const struct row *rows;
     int num_rows;
-    const float *results[MOST_ROWS]; /* of rows that are not there the first one's */
+    /* What is fetched meanwhile: where results go, and the next row block's queries; of rows that are not there the
+     * first one's. */
+    const float *results[MOST_ROWS];
+    const char *next_queries[MOST_ROWS];
 } __attribute__((aligned(64)));
 
 /* A row block's memory: scores, exponents and codes in turn; highest and summed numbers by lane; exact sums. */
@@ -63,7 +66,7 @@ static void make_ready(const struct work *work, int dim)
         _mm512_store_ps(ready.inverse + b * LANES, _mm512_setzero_ps());
 }
 
-static void start(struct started *begun, int num_rows, const struct row *rows, int dim)
+static void start(struct started *begun, int num_rows, const struct row *rows, int num_left, int dim)
 {
     begun->rows = rows;
     begun->num_rows = num_rows;
@@ -74,6 +77,7 @@ static void start(struct started *begun, int num_rows, const struct row *rows, i
     }
     for (int r = 0; r < MOST_ROWS; r++) {
         begun->results[r] = rows[r < num_rows ? r : 0].out;
+        begun->next_queries[r] = rows[num_rows + r < num_left ? num_rows + r : 0].query;
         _mm512_store_si512(begun->starts + r * LANES, _mm512_set1_epi32(begun->block.starts[r]));
     }
     WRITTEN();
@@ -178,6 +182,7 @@ INLINE void exponents_of_four(const int more, const struct started *begun, const
         }
         highest[r] = top;
         __builtin_prefetch(begun->results[r] + b / JOINED * LANES, 1);
+        __builtin_prefetch(begun->next_queries[r] + b / JOINED % 2 * TILE_BYTES);
         WRITTEN();
         if (!more)
             continue;
@@ -385,7 +390,7 @@ void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, struct w
     if (!work->is_ready)
         make_ready(work, dim);
     work->is_ready = 1;
-    start(now, num_rows < MOST_ROWS ? num_rows : MOST_ROWS, rows, dim);
+    start(now, num_rows < MOST_ROWS ? num_rows : MOST_ROWS, rows, num_rows, dim);
     score(now, work, 0, dim, scratch.scores, scratch.stride);
     for (int left = num_rows; left;) {
         for (int r = 0; r < MOST_ROWS; r++) {
@@ -403,7 +408,7 @@ void batchinfer_attend_int8_tiles(int num_rows, const struct row *rows, struct w
         }
         left -= now->num_rows;
         if (left)
-            start(next, left < MOST_ROWS ? left : MOST_ROWS, now->rows + now->num_rows, dim);
+            start(next, left < MOST_ROWS ? left : MOST_ROWS, now->rows + now->num_rows, left, dim);
         store_sums(scratch.sums);
         if (left)
             score(next, work, 0, dim, scratch.scores, scratch.stride);

@@ -50,6 +50,8 @@ struct format {
     void (*clear)(char *values, int dim);
     /* Stores a token's key and value at an offset of a block. Threads may be storing other tokens of it. */
     void (*write)(const float *key, const float *value, char *keys, char *values, int dim, int offset);
+    /* Fetches the lines that it will write to. */
+    void (*fetch)(const char *keys, const char *values, int dim, int offset);
     /* A query, with the scale of its scores, in 2 * dim bytes. */
     void (*prepare)(const float *query, char *prepared, int dim, float scale);
     /* A thread calls `begin` before it attends, which says how many rows to work on at a time, MOST_AT_ONCE at most,
@@ -61,12 +63,14 @@ struct format {
 
 extern const struct format batchinfer_bf16_format, batchinfer_int8_format;
 
-/* Where a row's results go, in time: stores that waited for its memory held up all behind them. */
-INLINE void fetch_results(const struct row *row, int dim)
+/* Fetches memory that is to be written, in time: stores that waited for it held up all behind them. */
+INLINE void fetch_to_write(const void *memory, int bytes)
 {
-    for (int i = 0; i < dim; i += LANES)
-        __builtin_prefetch(row->out + i, 1);
+    for (int i = 0; i < bytes; i += REGISTER)
+        __builtin_prefetch((const char *)memory + i, 1);
 }
+
+INLINE void fetch_results(const struct row *row, int dim) { fetch_to_write(row->out, dim * (int)sizeof(float)); }
 
 /* Which of the LANES tokens from `at` on a row sees. */
 INLINE __mmask16 seen_lanes(const struct row *row, int at)
