@@ -63,10 +63,9 @@ class FreshBlocks:
             began = time.perf_counter()
             native_attention.fault_in([layer], first, stop)
             seconds = time.perf_counter() - began
-            heads = [head for cache in layer.caches for head in cache[first:stop].transpose(0, 1)]
-            if seconds > SLOW_HUGE_PAGE * sum(1 + head.nbytes // native_attention.HUGE_PAGE for head in heads):
+            if seconds > SLOW_HUGE_PAGE * native_attention.huge_pages(layer, first, stop):
                 self._small_pages = True
                 for _, _, _, _, others in self._groups:
-                    native_attention.want_small_pages(others, 0)
+                    native_attention.want_small_pages(others)
                 native_attention.fault_in(layers[number:], first, stop)
                 return

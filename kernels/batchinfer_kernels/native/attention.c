@@ -230,12 +230,11 @@ void batchinfer_fault_in(const struct layer *const *layers, long num_layers, lon
     const uintptr_t page = sysconf(_SC_PAGESIZE);
 #pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
     for (long l = 0; l < num_layers; l++)
-        for (long h = 0; h < kv_heads; h++)
-            for (int which = 0; which < 2; which++) {
-                char *cache = (which ? layers[l]->v_cache : layers[l]->k_cache) + h * layers[l]->head_stride;
-                const uintptr_t from = ((uintptr_t)cache + first * layers[l]->block_stride) / page * page;
-                (void)madvise((void *)from, (uintptr_t)cache + stop * layers[l]->block_stride - from, POPULATE_WRITE);
-            }
+        for (long h = 0; h < kv_heads; h++) {
+            const uintptr_t cache = (uintptr_t)(layers[l]->k_cache + h * layers[l]->head_stride); /* values between */
+            const uintptr_t from = (cache + first * layers[l]->block_stride) / page * page;
+            (void)madvise((void *)from, cache + stop * layers[l]->block_stride - from, POPULATE_WRITE);
+        }
 #endif
 }
 

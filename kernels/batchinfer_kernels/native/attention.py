@@ -139,6 +139,7 @@ class TileLayer:
     def __init__(self, k_cache: Tensor, v_cache: Tensor, *, scale: float, softcap: float | None = None) -> None:
         assert k_cache[0, 0].is_contiguous() and v_cache[0, 0].is_contiguous()
         assert k_cache.stride()[:2] == v_cache.stride()[:2]
+        assert v_cache.data_ptr() - k_cache.data_ptr() == k_cache[0, 0].nbytes
         assert k_cache.dtype == v_cache.dtype
         # Scores in units of log 2, so that weights are powers of two; under a softcap that comes after it.
         in_bits = math.log2(math.e)
@@ -177,40 +178,59 @@ def new_caches(num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.d
     """Key and value caches, not initialised: bfloat16 [B, Hk, D / 2, LANES, 2] and [B, Hk, LANES / 2, D, 2], or int8
     [B, Hk, LANES * (D + 4)] twice.
 
-    In memory a head's blocks lie together: what one head reads of a sequence is then one run where the sequence's
-    blocks follow each other, as they mostly do. Memory gave such runs twice as fast as pieces of 2 KiB.
+    In memory a head's blocks lie together, and a block's keys and values: what one head reads of a sequence is then one
+    run where the sequence's blocks follow each other, as they mostly do. Memory gave such runs twice as fast as pieces
+    of 2 KiB.
     """
-    shapes: tuple[tuple[int, ...], ...] = ((head_dim // 2, LANES, 2), (LANES // 2, head_dim, 2))
-    if dtype == torch.int8:
-        shapes = ((LANES * (head_dim + kv8.SCALE_BYTES),),) * 2
-    keys, values = (torch.empty(num_kv_heads, num_blocks, *shape, dtype=dtype) for shape in shapes)
-    for head in range(num_kv_heads):
-        _want_huge_pages(keys[head, SMALL_BLOCKS:])
-        _want_huge_pages(values[head, SMALL_BLOCKS:])
-    return keys.transpose(0, 1), values.transpose(0, 1)
+    keys, values = caches_in(
+        torch.empty(num_kv_heads, num_blocks, 2, block_size_of(head_dim, dtype), dtype=dtype), head_dim
+    )
+    for of_head in _runs((keys, values), SMALL_BLOCKS, num_blocks):
+        _advise(of_head, "MADV_HUGEPAGE")
+    return keys, values
 
 
-def _want_huge_pages(cache: Tensor) -> None:
-    """Asks for pages of HUGE_PAGE bytes, a wish that the system may ignore: with those of 4 KiB, looking up addresses
-    costs up to every fifth byte that memory could give."""
-    _advise(cache, "MADV_HUGEPAGE")
+def block_size_of(head_dim: int, dtype: torch.dtype) -> int:
+    """Numbers of a block's keys of one head, or of its values."""
+    return LANES * (head_dim + (kv8.SCALE_BYTES if dtype == torch.int8 else 0))
 
 
-def want_small_pages(layers: Sequence[TileLayer], first: int) -> None:
-    """Takes that back for blocks from `first` on; where there are huge pages already, they stay."""
+def caches_in(memory: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """What `new_caches` returns, in memory [Hk, B, 2, block_size_of]."""
+    keys, values = memory.transpose(0, 1).unbind(2)
+    if memory.dtype == torch.int8:
+        return keys, values
+    own = keys.shape[:2]
+    return keys.view(*own, head_dim // 2, LANES, 2), values.view(*own, LANES // 2, head_dim, 2)
+
+
+def want_small_pages(layers: Sequence[TileLayer]) -> None:
+    """Takes back the wish for huge pages; where there are some already, they stay."""
     for layer in layers:
-        for of_layer in layer.caches:
-            for of_head in of_layer.transpose(0, 1):
-                _advise(of_head[first:], "MADV_NOHUGEPAGE")
+        for of_head in _runs(layer.caches, 0, layer.caches[0].shape[0]):
+            _advise(of_head, "MADV_NOHUGEPAGE")
 
 
-def _advise(memory: Tensor, advice: str) -> None:
-    """Of the whole pages of some memory, where the system can be told that."""
+def huge_pages(layer: TileLayer, first: int, stop: int) -> int:
+    """How many huge pages blocks first .. stop of a layer lie in at most."""
+    return sum(1 + -(-len(run) // HUGE_PAGE) for run in _runs(layer.caches, first, stop))
+
+
+def _runs(caches: tuple[Tensor, Tensor], first: int, stop: int) -> list[range]:
+    """The addresses of blocks first .. stop, by head."""
+    keys = caches[0]
+    block, head = (stride * keys.itemsize for stride in keys.stride()[:2])
+    begins = [keys.data_ptr() + head * number + block * min(first, stop) for number in range(keys.shape[1])]
+    return [range(begin, begin + block * max(0, stop - first)) for begin in begins]
+
+
+def _advise(run: range, advice: str) -> None:
+    """A wish about whole pages, which the system may ignore. Of huge ones: with those of 4 KiB, looking up addresses
+    costs up to every fifth byte that memory could give."""
     madvise, number = getattr(ctypes.CDLL(None), "madvise", None), getattr(mmap, advice, None)
-    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = memory.data_ptr() + memory.nbytes - start
-    if madvise is not None and number is not None and size > 0:
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), number)
+    start = -(-run.start // mmap.PAGESIZE) * mmap.PAGESIZE
+    if madvise is not None and number is not None and start < run.stop:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(run.stop - start), number)
 
 
 def pack_keys(keys: Tensor) -> Tensor:
