@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +14,11 @@ import pytest
 import torch
 from batchinfer_kernels.native import attention as native_attention
 from batchinfer_kernels.native import library
+from batchinfer_kernels.native.attention import SMALL_BLOCKS
 from torch import Tensor
 
 from batchinfer.runner import fresh_blocks
-from batchinfer.runner.fresh_blocks import LEAST_AT_ONCE, LEAST_BYTES, FreshBlocks
+from batchinfer.runner.fresh_blocks import LEAST_AT_ONCE, LEAST_BYTES, SLOW_HUGE_PAGE, FreshBlocks
 from batchinfer.types.step import Chunk, KVGroup
 
 
@@ -25,8 +28,9 @@ def chunk(seq_id: int, *tables: list[int]) -> Chunk:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int, int]]:
-    """What `fault_in` is asked for: (layers, first, stop)."""
+    """What `fault_in` is asked for: (layers, first, stop). No block is of those that may lie in huge pages."""
     calls: list[tuple[Any, int, int]] = []
+    monkeypatch.setattr(native_attention, "SMALL_BLOCKS", 1 << 30)
     monkeypatch.setattr(fresh_blocks, "free_host_memory", lambda: 1 << 50)
     monkeypatch.setattr(native_attention, "fault_in", lambda *call: calls.append(call))
     return calls
@@ -88,18 +92,22 @@ def test_nothing_is_asked_for_where_memory_is_short(
     assert [call[1:] for call in asked] == [(5, 10)]
 
 
-def untouched(cache: Tensor) -> Tensor:
-    """As the cache is, in memory of its own that nobody has had before."""
-    pages = mmap.mmap(-1, cache.nbytes + mmap.PAGESIZE)
+def untouched(heads: int, num_blocks: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Caches as `new_caches` makes them, in memory of their own that nobody has had before."""
+    size = native_attention.block_size_of(head_dim, dtype)
+    num_bytes = 2 * heads * num_blocks * size * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes + mmap.PAGESIZE)
     pages.madvise(mmap.MADV_NOHUGEPAGE)  # of a huge page all is there as soon as any of it is
-    memory = torch.frombuffer(pages, dtype=torch.uint8)[: cache.nbytes]
-    return memory.view(cache.dtype).view(cache.transpose(0, 1).shape).transpose(0, 1)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes].view(dtype)
+    return native_attention.caches_in(memory.view(heads, num_blocks, 2, size), head_dim)
 
 
-def resident(memory: Tensor) -> list[bool]:
-    """By page that lies wholly in `memory`."""
-    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    pages = (memory.data_ptr() + memory.nbytes - start) // mmap.PAGESIZE
+def resident(cache: Tensor, head: int, first: int, stop: int) -> list[bool]:
+    """By page that lies wholly in these blocks of a head, keys and values between each other."""
+    stride = cache.stride(0) * cache.itemsize
+    begin = cache[first, head].data_ptr()
+    start, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, begin + (stop - first) * stride
+    pages = (end - start) // mmap.PAGESIZE
     found = (ctypes.c_ubyte * pages)()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * mmap.PAGESIZE), found) == 0
     return [bool(page & 1) for page in found]
@@ -118,18 +126,95 @@ def can_be_populated() -> bool:
 def test_blocks_have_memory_and_keep_what_they_hold(dtype: torch.dtype) -> None:
     layers, caches = [], []
     for number in range(2):
-        k_cache, v_cache = (untouched(cache) for cache in native_attention.new_caches(900, 2, 64, dtype))
+        k_cache, v_cache = untouched(2, 900, 64, dtype)
         k_cache[5], v_cache[5] = 7 + number, 9 + number
         layers.append(native_attention.TileLayer(k_cache, v_cache, scale=0.125))
-        caches += [k_cache, v_cache]
-    assert not any(any(resident(cache[10:600, head])) for cache in caches for head in range(2))
+        caches.append((k_cache, v_cache))
+    places = [(keys, head) for keys, _ in caches for head in range(2)]
+    assert not any(any(resident(*place, 10, 600)) for place in places)
     native_attention.fault_in(layers, 0, 600)
-    for cache in caches:
-        for head in range(2):
-            assert all(resident(cache[:600, head]))
-            assert not any(resident(cache[640:, head])), "more than was asked for"
-    for number in range(2):
-        assert (caches[2 * number][5] == 7 + number).all() and (caches[2 * number + 1][5] == 9 + number).all()
+    for place in places:
+        assert all(resident(*place, 0, 600))
+        assert not any(resident(*place, 640, 900)), "more than was asked for"
+    for number, (keys, values) in enumerate(caches):
+        assert (keys[5] == 7 + number).all() and (values[5] == 9 + number).all()
     native_attention.fault_in(layers, 600, 600)
     native_attention.fault_in(layers, 600, 900)
-    assert all(all(resident(cache[:, head])) for cache in caches for head in range(2))
+    assert all(all(resident(*place, 0, 900)) for place in places)
+
+
+@pytest.fixture
+def huge_page_seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long a huge page takes, on a clock that only `fault_in` lets go on; whatever was called is behind it."""
+    seconds, now = [0.0], [0.0]
+
+    def fault_in(layers: list[Any], first: int, stop: int) -> None:
+        seconds.append(len(layers))
+        now[0] += seconds[0] * len(layers) * native_attention.huge_pages(layers[0], first, stop) if layers else 0
+
+    monkeypatch.setattr(fresh_blocks, "free_host_memory", lambda: 1 << 50)
+    monkeypatch.setattr(native_attention, "fault_in", fault_in)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return seconds
+
+
+def layers_of(number: int, group: int = 0) -> list[Any]:
+    caches = native_attention.new_caches(4000, 2, 64, torch.int8)  # memory that is not written is not there
+    return [layer(group, native_attention.TileLayer(*caches, scale=1.0)) for _ in range(number)]
+
+
+def test_huge_pages_that_are_slow_are_done_without(
+    huge_page_seconds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken_back: list[list[Any]] = []
+    monkeypatch.setattr(native_attention, "want_small_pages", lambda layers: taken_back.append(list(layers)))
+    layers = [*layers_of(4), *layers_of(2, group=1)]
+    groups = [KVGroup(num_blocks=4000, block_size=16, window=window) for window in (None, 64)]
+    blocks, calls = FreshBlocks(layers, groups), huge_page_seconds
+    calls[0] = SLOW_HUGE_PAGE * 100  # none of them is asked for yet
+    blocks.expect([chunk(0, [SMALL_BLOCKS // 2], [1])])
+    assert calls[1:] == [4, 2] and not taken_back
+    calls[0] = SLOW_HUGE_PAGE * 0.9
+    blocks.expect([chunk(0, [SMALL_BLOCKS + 500], [1])])
+    assert calls[3:] == [1] * 4 and not taken_back
+    calls[0] = SLOW_HUGE_PAGE * 1.1
+    blocks.expect([chunk(0, [SMALL_BLOCKS + 1500], [SMALL_BLOCKS + 500])])
+    assert calls[7:] == [1, 3, 2], "one layer shows it"
+    assert taken_back == [[x.in_c for x in layers[:4]], [x.in_c for x in layers[4:]]]
+    blocks.expect([chunk(0, [SMALL_BLOCKS + 2500], [SMALL_BLOCKS + 500])])
+    assert calls[10:] == [4] and len(taken_back) == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_wish_for_huge_pages_is_taken_back_for_all_of_a_cache() -> None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        pytest.skip("this Python knows no huge pages")
+    [one] = layers_of(1)
+    wished = [head for head in range(2) if "hg" in flags_of(one.in_c.caches[0][3000, head].data_ptr())]
+    native_attention.want_small_pages([one.in_c])
+    for head in range(2):
+        for block in (10, SMALL_BLOCKS + 10, 3990):
+            flags = flags_of(one.in_c.caches[1][block, head].data_ptr())
+            assert "hg" not in flags
+            assert "nh" in flags or not wished  # where the system has no huge pages, it knows neither
+
+
+def flags_of(address: int) -> list[str]:
+    """What the system knows of the memory at an address: VmFlags of its mapping."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(" ", 1)[0]
+        if "-" in first:
+            begin, end = (int(part, 16) for part in first.split("-"))
+            here = begin <= address < end
+        elif here and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no such mapping")
+
+
+def test_a_run_of_blocks_is_counted_in_huge_pages() -> None:
+    [one] = layers_of(1)
+    per_block = 2 * native_attention.block_size_of(64, torch.int8)
+    fit = native_attention.HUGE_PAGE // per_block
+    assert native_attention.huge_pages(one.in_c, 0, fit) == 2 * 2
+    assert native_attention.huge_pages(one.in_c, 100, 101 + fit) == 2 * 3
