@@ -178,7 +178,8 @@ def _share(tiles: Tiles, batch: StepBatch, shape: AttentionShape, *, full: npt.N
         return tiles
     order = np.argsort(group[shared], kind="stable")
     moved = single[shared][order]
-    _, counts = np.unique(group[shared], return_counts=True)
+    counts = np.bincount(group[shared])
+    counts = counts[counts > 0]
     sizes = np.array(shape.query_tiles)
     queries = sizes[np.minimum(np.searchsorted(sizes, counts), len(sizes) - 1)]
     pieces = -(-counts // queries)
@@ -187,7 +188,9 @@ def _share(tiles: Tiles, batch: StepBatch, shape: AttentionShape, *, full: npt.N
     count = np.minimum(counts[of_piece] - offset, queries[of_piece])
     model = moved[starts_of(counts)[of_piece] + offset]  # a tile that says which split and whose blocks
     members = tiles.members[tiles.start[moved]]
-    rest = np.setdiff1d(np.arange(len(tiles.count)), moved)
+    stays = np.ones(len(tiles.count), dtype=np.bool_)
+    stays[moved] = False
+    rest = np.flatnonzero(stays)
     all_counts = np.concatenate((count, tiles.count[rest]))
     rest_members = np.repeat(tiles.start[rest], tiles.count[rest]) + ranges(tiles.count[rest])
     return Tiles(

@@ -96,4 +96,4 @@ class Rope(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of cos and sin at positions int64 [T]; gathered once per step for all layers."""
-        return self.cos[positions], self.sin[positions]
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)

@@ -250,7 +250,9 @@ class LocalRunner:
         return tokens
 
     def _indices(self, at: list[int]) -> Tensor:
-        return torch.tensor(at, dtype=torch.int64, device=self._device)
+        return torch.from_numpy(np.array(at, dtype=np.int64)).to(
+            self._device
+        )  # (torch.tensor takes four times as long)
 
     def _sample_rows(self, logits: Tensor, rows: Mapping[int, SampleRow], step: RunnerStep) -> dict[int, int]:
         """Tokens of the rows, one for each row of logits, that have only finite logits; their log-probabilities go

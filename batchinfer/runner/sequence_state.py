@@ -19,14 +19,17 @@ class BlockRow:
     the same small integers compare at a few nanoseconds an entry.
     """
 
-    __slots__ = ("_known", "array")
+    __slots__ = ("_known", "_row", "array")
 
     def __init__(self) -> None:
         self._known: list[int] = []
         self.array: Ints = np.zeros(0, dtype=np.int64)
+        self._row = self.array
 
     def update(self, table: Sequence[int]) -> Ints:
         table = table if isinstance(table, list) else list(table)
+        if table == self._known:
+            return self._row
         known = len(self._known)
         if table[:known] != self._known:
             known = 0
@@ -35,9 +38,9 @@ class BlockRow:
             grown[:known] = self.array[:known]
             self.array = grown
         self.array[known : len(table)] = table[known:]
-        if known != len(table):
-            self._known = table[:]
-        return self.array[: len(table)]
+        self._known = table[:]
+        self._row = self.array[: len(table)]
+        return self._row
 
 
 class SequenceState:
@@ -54,12 +57,14 @@ class SequenceState:
         self._prompt_unique: Ints | None = None
 
     def record(self, chunk: Chunk) -> None:
-        """Remembers the chunk's tokens that are output: what penalties count.
+        """Remembers the chunk's tokens that are output, where penalties count them.
 
         After pre-emption the same tokens come again and are written to the same places; tokens that a prefix hit
         skips were recorded when they first came, or stand in the spec. Of a sequence whose tokens count for the next,
         all are known.
         """
+        if not self.spec.sampling.has_penalties:
+            return
         begin = chunk.start - self.num_prompt_tokens
         skip = max(0, -begin)
         tokens = chunk.token_ids[skip:]
