@@ -222,6 +222,8 @@ class Coordinator:
                 _log.warning("the engine of worker %s died%s: %s%s", name, where, reason, last_words)
                 if FOR_ENGINES in memory:  # it may have been memory: the user can do something
                     self._note(f"the engine of worker {name} died{where}: {reason}{memory}")
+                elif not message["fatal"] and not self.state.stopping:
+                    self._tell(f"the engine of worker {name} died: {reason}; what it ran is run again ({self._log_at})")
                 self._forget_engine(name)
                 return ev.EngineDied(name, reason, flight, message["fatal"], last_words)
             case "stopped":
@@ -264,9 +266,19 @@ class Coordinator:
 
     def _note(self, text: str) -> None:
         """For the log, the terminal and the final report: each once, and not without end."""
-        if text not in self.notes and len(self.notes) < MAX_NOTES:
+        if self._tell(text):
             _log.warning("%s", text)
-            self.notes.append(text)
+
+    def _tell(self, text: str) -> bool:
+        """What the log says in other words."""
+        if text in self.notes or len(self.notes) >= MAX_NOTES:
+            return False
+        self.notes.append(text)
+        return True
+
+    @property
+    def _log_at(self) -> str:
+        return f"more in {self.job.layout.log}"
 
     def _forget_engine(self, name: str) -> None:
         prompt, completion = self._engine_tokens.pop(name, (0, 0))
@@ -280,6 +292,7 @@ class Coordinator:
             self._ended_as_hung.discard(name)
             if not self.state.stopping:
                 _log.warning("worker %s: %s; it is started again", name, reason)
+                self._tell(f"worker {name}: {reason}; it is started again ({self._log_at})")
                 self._feed(ev.WorkerLost(name, reason))
                 self._feed(ev.WorkerJoined(name))
             else:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from batchinfer.cluster import tasks
 from batchinfer.cluster.coordinator import Coordinator, _News
 from batchinfer.cluster.out_of_memory import FOR_ENGINES
+from batchinfer.cluster.outbox import Outbox
 from batchinfer.cluster.progress import Progress
 from batchinfer.cluster.resume import find_committed
 from batchinfer.cluster.timings import RunTimings
@@ -174,10 +176,12 @@ def test_an_engine_that_memory_may_have_ended_is_told_with_its_unit(make: Callab
         "in_flight": [[4, 10, 20]],
         "fatal": False,
     }
-    coordinator._understand(_News({**died, "memory": "; not for want of memory, it seems"}))
-    assert coordinator.notes == []
+    for _ in range(2):
+        coordinator._understand(_News({**died, "memory": "; not for want of memory, it seems"}))
+    log = coordinator.job.layout.log
+    assert coordinator.notes == [f"the engine of worker w0 died: signal 9; what it ran is run again (more in {log})"]
     event = coordinator._understand(_News({**died, "memory": f"; it took 3.00 GiB at most: {FOR_ENGINES}"}))
-    (note,) = coordinator.notes
+    _, note = coordinator.notes
     assert "died while it ran rows 10 to 19 of unit 7, window 2: signal 9; it took 3.00 GiB" in note
     assert isinstance(event, ev.EngineDied)
     assert event.reason == "signal 9"
@@ -191,4 +195,26 @@ def test_of_an_engine_that_was_ended_as_hung_nothing_is_said_of_memory(make: Cal
     assert isinstance(event, ev.EngineDied)
     assert "showed no life" in event.reason
     assert event.last_words == ""
+    (note,) = coordinator.notes
+    assert "showed no life" in note and "3.00 GiB" not in note
+
+
+def test_an_engine_that_can_not_be_started_again_is_not_told_of_so(make: Callable[..., Coordinator]) -> None:
+    coordinator = make()
+    died = {"name": "w0", "t": "died", "reason": "no such model", "last_words": "", "in_flight": [], "memory": ""}
+    coordinator._understand(_News({**died, "fatal": True}))
     assert not coordinator.notes
+
+
+def test_a_dead_worker_is_told_of_where_people_look(
+    make: Callable[..., Coordinator], told: list[Progress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the terminal, once for a reason, and in the log each time."""
+    coordinator = make()
+    coordinator.client = SimpleNamespace(status="running")
+    coordinator._outbox = Outbox(coordinator.client, lambda worker, message: None)
+    monkeypatch.setattr(coordinator.workers, "dead", lambda: iter([("w0", "ended by signal 9")]))
+    coordinator._tick()
+    coordinator._tick()
+    log = coordinator.job.layout.log
+    assert told[-1].notes == (f"worker w0: ended by signal 9; it is started again (more in {log})",)
