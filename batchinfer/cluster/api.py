@@ -36,8 +36,9 @@ def map(dataset: Any, job: Job, *, output: str | Path | None = None, listener: L
 
     dataset  a `datasets.Dataset`, and such a one comes back
     job      as in `submit`, without `input.path`; `output.path` may be left out too
-    output   where the result is kept, so that a call with the same dataset goes on after an interruption; default:
-             the job's output.path, else a temporary folder that lives as long as this process
+    output   where the result is kept, so that a call with the same dataset goes on after an interruption, from the
+             current directory if it is no whole path; default: the job's output.path (from the job file's folder),
+             else a temporary folder that lives as long as this process
     """
     kind = type(dataset)
     if kind.__name__ != "Dataset" or not kind.__module__.startswith("datasets."):
@@ -49,7 +50,7 @@ def map(dataset: Any, job: Job, *, output: str | Path | None = None, listener: L
     sections = {name: data.get(name) or {} for name in ("input", "output")}
     if not all(isinstance(section, Mapping) for section in sections.values()):
         JobSpec.from_dict(data)  # says what is wrong with them
-    given = output or sections["output"].get("path")
+    given = Path.cwd() / output if output else sections["output"].get("path")
     folder = base / given if given else Path(_scratch()) / "output"
     # Beside the output, under a name by content: the same dataset finds its own input again, and a resume works.
     source = folder.parent / f".{folder.name}.input-{dataset._fingerprint}.parquet"

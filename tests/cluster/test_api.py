@@ -10,6 +10,7 @@ from tests.cluster.conftest import FAST, JobFolder
 
 SCRIPT = """
 import json
+from pathlib import Path
 import datasets
 import batchinfer
 from batchinfer.errors import ConfigError, FailureLimitReached
@@ -22,6 +23,11 @@ columns = {"text": [f"row {i}" for i in range(12)], "n": list(range(12)), "kind"
 rows = datasets.Dataset.from_dict(columns, features=features)
 out = batchinfer.map(rows, {"model": {"path": "fake://echo"}, "input": {"prompt": "{text}"}}, output="mapped")
 again = batchinfer.map(rows, {"model": {"path": "fake://echo"}, "input": {"prompt": "{text}"}}, output="mapped")
+Path("jobs").mkdir()
+job = {"model": {"path": "fake://echo"}, "input": {"prompt": "{text}"}, "output": {"path": "own"}}
+Path("jobs/map.yaml").write_text(json.dumps(job))
+batchinfer.map(rows, "jobs/map.yaml", output=Path("here"))
+batchinfer.map(rows, "jobs/map.yaml")
 none = batchinfer.map(rows.select([]), {"model": {"path": "fake://echo"}, "input": {"prompt": "{text}"}})
 result = batchinfer.submit("job.yaml")
 errors = []
@@ -56,6 +62,9 @@ def test_map_and_submit(folder: JobFolder) -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["completions"] == [f"row {i}" for i in range(12)] and said["n"] == list(range(12))
     assert said["same"]
+    # A path in Python's words starts from where Python runs, one in a job file's from there.
+    for place in ("here", "jobs/own"):
+        assert list((folder.root / place).glob("part-*.parquet"))
     assert (said["code"], said["rows"], said["failed"]) == (3, 3, {"invalid_prompt": 1})
     assert said["errors"][:4] == [2, 2, 2, 2] and "datasets.Dataset" in said["errors"][4]
     assert said["features"], "the dataset's own features come back"
