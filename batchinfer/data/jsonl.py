@@ -262,6 +262,9 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
         record = json.loads(text, parse_int=_parse_int if _LONG_NUMBER.search(text) else None)
     except UnicodeDecodeError as error:
         return f"not UTF-8: byte {line[error.start]:#04x} at position {error.start} of the line"
+    except json.JSONDecodeError as error:
+        at = min(error.pos, len(text.rstrip()))  # behind the end of the line it would be in a second one
+        return f"not JSON: {error.msg} at character {at + 1} of the line"
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
     if not isinstance(record, dict):

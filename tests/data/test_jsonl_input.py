@@ -161,7 +161,8 @@ def test_content_as_text_or_as_parts(tmp_path: Path) -> None:
 
 
 BAD_LINES = [
-    (b'{"a": 1', "not JSON"),
+    (b'{"a": 1', "not JSON: Expecting ',' delimiter at character 8 of the line"),
+    (b'{"a": 1 \r', "not JSON: Expecting ',' delimiter at character 8 of the line"),
     (b"[1, 2]", "not a JSON object but list"),
     (b"null", "not a JSON object but NoneType"),
     (b'"text"', "not a JSON object but str"),
