@@ -151,6 +151,16 @@ APART score(const struct started *begun, const struct work *work, int b, int dim
 
 /* ---- Exponents ---- */
 
+/* With each four blocks a line of each row's results, while there are some, and of the next query; all at once they held
+ * up what followed. */
+INLINE void fetch_beside(const struct started *begun, int r, int b, int dim)
+{
+    const int line = b / JOINED;
+    if (line * LANES < dim)
+        __builtin_prefetch(begun->results[r] + line * LANES, 1);
+    __builtin_prefetch(begun->next_queries[r] + line % 2 * TILE_BYTES);
+}
+
 /* Of the four blocks from b on, all of which all rows see; meanwhile, if there are `more`, a constant, the next four
  * blocks' scores. */
 INLINE void exponents_of_four(const int more, const struct started *begun, const struct work *work, int b, int dim,
@@ -181,8 +191,7 @@ INLINE void exponents_of_four(const int more, const struct started *begun, const
             top = _mm512_max_ps(top, e);
         }
         highest[r] = top;
-        __builtin_prefetch(begun->results[r] + b / JOINED * LANES, 1);
-        __builtin_prefetch(begun->next_queries[r] + b / JOINED % 2 * TILE_BYTES);
+        fetch_beside(begun, r, b, dim);
         WRITTEN();
         if (!more)
             continue;
@@ -256,7 +265,12 @@ static void all_exponents(const struct started *begun, const struct work *work, 
             if (softcap != 0.0f)
                 _tile_dpbusd(7, 4, 5);
         }
+        for (int r = 0; r < MOST_ROWS; r++)
+            fetch_beside(begun, r, b, dim);
     }
+    for (int i = (block->end + JOINED - 1) / JOINED * LANES; i < dim; i += LANES) /* where blocks are few */
+        for (int r = 0; r < MOST_ROWS; r++)
+            __builtin_prefetch(begun->results[r] + i, 1);
     hide_behind(MOST_ROWS, block->end, scratch->scores, stride);
 }
 
