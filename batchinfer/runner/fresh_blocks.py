@@ -20,9 +20,9 @@ from batchinfer.runner.host import free_host_memory
 from batchinfer.types.step import Chunk, KVGroup
 
 # What is asked for at once: so many blocks, or fewer where that many bytes hold them, or AHEAD of the blocks in use.
-LEAST_AT_ONCE = 256
+LEAST_AT_ONCE = 64
 LEAST_BYTES = 64 << 20
-AHEAD = 1 / 8
+AHEAD = 1 / 32
 # Nothing is asked for while less than this multiple of it is free: it would be given, and the process killed for it.
 # (A huge page is given whole, for a part of it.)
 FREE_FOR_EACH = 8

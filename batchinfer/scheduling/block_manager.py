@@ -4,7 +4,7 @@ Responsible for: reference counts, the free list, eviction of unreferenced cache
 (`prefix_index`), nor when to allocate, publish or release (`scheduler`). Every block is in one of three states:
 
     free    no reference, no key        taken first
-    idle    no reference, has a key     can be matched, is evicted when no block is free or MAX_IDLE are idle
+    idle    no reference, has a key     can be matched, is evicted when no block is free or too many are idle
     used    referenced by 1 or more sequences or copies under way, with or without a key
 
 Idle blocks are evicted least recently used first, but those that somebody who waits will ask for (`wanted`) after
@@ -22,8 +22,10 @@ from batchinfer.scheduling.wanted import Wanted
 from batchinfer.types.step import KVGroup
 
 # Beyond so many idle blocks the oldest that nobody waits for is taken before one that was never used: on a host, memory
-# that is touched for the first time costs more than the cache of a prefix that is done with is worth.
+# that is touched for the first time costs more than the cache of a prefix that is done with is worth. While others
+# wait, what they want is known, and what nobody wants is hardly worth anything.
 MAX_IDLE = 1024
+MAX_IDLE_IN_QUEUE = 64
 
 # This part of all blocks may be evicted before it is needed, so that most allocations find free ones.
 EVICTED_AT_ONCE = 1 / 256
@@ -120,21 +122,23 @@ class BlockManager:
     def allocate(self, count: int, table: list[int]) -> None:
         """Appends `count` blocks without a key to the table; the caller made sure that they are available."""
         free, num_refs = self._free, self._num_refs
-        if len(free) < count or self._num_idle > MAX_IDLE:
-            self._evict(count)
+        most_idle = MAX_IDLE_IN_QUEUE if self._wanted.waiting else MAX_IDLE
+        if len(free) < count or self._num_idle > most_idle:
+            self._evict(count, most_idle)
         for _ in range(count):
             block = free.pop()
             num_refs[block] = 1
             table.append(block)
 
-    def _evict(self, count: int) -> None:
-        """Frees idle blocks, oldest first, while it must: while too many are idle, or less than `count` are free."""
+    def _evict(self, count: int, most_idle: int) -> None:
+        """Frees idle blocks, oldest first, while it must: while more than `most_idle` are idle that nobody is known to
+        want, or less than `count` are free."""
         idle, kept, key_of = self._idle, self._kept, self._key_of
         last, waiting = self._wanted.last, self._wanted.waiting
         must = count - len(self._free)
         most = max(count, self._at_once) if must > 0 else count
         evicted: list[int] = []
-        while idle and len(evicted) < count and (len(evicted) < must or self._num_idle > MAX_IDLE):
+        while idle and len(evicted) < count and (len(evicted) < must or self._num_idle > most_idle):
             number = next(iter(idle))
             group = idle[number]
             size = stop = len(group)

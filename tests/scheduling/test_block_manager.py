@@ -15,7 +15,7 @@ from batchinfer.scheduling.wanted import Wanted
 from batchinfer.types.step import KVGroup
 
 SIZE = 4
-MAX_IDLE = block_manager.MAX_IDLE
+MAX_IDLE, MAX_IDLE_IN_QUEUE = block_manager.MAX_IDLE, block_manager.MAX_IDLE_IN_QUEUE
 
 
 def manager_of(num_blocks: int, wanted: Wanted | None = None) -> BlockManager:
@@ -177,7 +177,7 @@ def test_a_chain_holds_full_blocks_only(length: int) -> None:
 def test_beyond_so_many_idle_blocks_the_oldest_that_nobody_wants_go_before_free_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_manager, "MAX_IDLE", 2)
+    monkeypatch.setattr(block_manager, "MAX_IDLE_IN_QUEUE", 2)
     wanted = Wanted()
     manager = manager_of(16, wanted)
     kept, oldest, newest = ([n] * (2 * SIZE) for n in (1, 2, 3))
@@ -193,6 +193,28 @@ def test_beyond_so_many_idle_blocks_the_oldest_that_nobody_wants_go_before_free_
     assert found == [2, 0, 2]
 
 
+def test_more_may_be_idle_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_manager, "MAX_IDLE_IN_QUEUE", 1)
+    monkeypatch.setattr(block_manager, "MAX_IDLE", 4)
+    wanted = Wanted()
+    manager = manager_of(16, wanted)
+    for n in range(6):
+        manager.release(fill(manager, [n] * SIZE))
+    assert manager.num_evictions == 1
+    table: list[int] = []
+    manager.allocate(1, table)
+    assert (manager.num_evictions, manager.num_available) == (2, 15)
+    manager.allocate(4, table)
+    assert manager.num_evictions == 2, "4 may be idle"
+    wanted.note(0, chain_of([99] * SIZE).hashes)
+    manager.allocate(2, table)
+    assert manager.num_evictions == 4
+    wanted.forget(0)
+    manager.allocate(1, table)
+    assert manager.num_evictions == 4
+    manager.check([table])
+
+
 class Blocks(RuleBasedStateMachine):
     """Sequences over few tokens come, grow, publish and go in any order, over too few blocks."""
 
@@ -203,13 +225,17 @@ class Blocks(RuleBasedStateMachine):
         self.live: list[tuple[list[int], PrefixChain, list[int]]] = []
         self.content: dict[int, list[int]] = {}  # block -> the whole prefix that it was last published with
 
-    @initialize(at_once=st.integers(1, 5), most_idle=st.sampled_from([0, 1, 3, MAX_IDLE]))
-    def evict(self, at_once: int, most_idle: int) -> None:
+    @initialize(
+        at_once=st.integers(1, 5),
+        most_idle=st.sampled_from([0, 1, 3, MAX_IDLE]),
+        in_queue=st.sampled_from([0, 2, MAX_IDLE_IN_QUEUE]),
+    )
+    def evict(self, at_once: int, most_idle: int, in_queue: int) -> None:
         self.manager._at_once = at_once
-        block_manager.MAX_IDLE = most_idle
+        block_manager.MAX_IDLE, block_manager.MAX_IDLE_IN_QUEUE = most_idle, in_queue
 
     def teardown(self) -> None:
-        block_manager.MAX_IDLE = MAX_IDLE
+        block_manager.MAX_IDLE, block_manager.MAX_IDLE_IN_QUEUE = MAX_IDLE, MAX_IDLE_IN_QUEUE
 
     @rule(seed=st.integers(0, 6), length=st.integers(1, 16), seq_id=st.integers(0, 3))
     def want(self, seed: int, length: int, seq_id: int) -> None:
