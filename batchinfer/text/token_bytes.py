@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tokenizers
@@ -25,58 +25,79 @@ def byte_alphabet() -> dict[int, str]:
     return table
 
 
+class _Pieces(dict[int, bytes]):
+    """By token id; what is asked for is worked out then, since a vocabulary is large, and few of it are in use."""
+
+    def __init__(self, piece_of: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._piece_of = piece_of
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = piece = self._piece_of(token_id)
+        return piece
+
+
 class TokenBytes:
     """Bytes by token id.
 
+    piece_of            bytes of any id; of one that is no token's, none
     strip_first_space   one space at the start of a text is the tokenizer's own and not shown (SentencePiece)
     """
 
     def __init__(
-        self, pieces: Sequence[bytes], *, strip_first_space: bool = False, special: frozenset[int] = frozenset()
+        self,
+        piece_of: Callable[[int], bytes],
+        *,
+        strip_first_space: bool = False,
+        special: frozenset[int] = frozenset(),
     ) -> None:
         self.strip_first_space = strip_first_space
         self.special = special
-        self.all = list(pieces)
-        self.visible = [b"" if i in special else piece for i, piece in enumerate(self.all)]
+        self._all = _Pieces(piece_of)
+        self._visible = _Pieces(lambda token_id: b"" if token_id in special else self._all[token_id])
 
     def with_special(self, special: frozenset[int]) -> TokenBytes:
-        return TokenBytes(self.all, strip_first_space=self.strip_first_space, special=special)
+        return TokenBytes(self._all.__getitem__, strip_first_space=self.strip_first_space, special=special)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
-        pieces = self.visible if skip_special_tokens else self.all
-        return pieces[token_id] if 0 <= token_id < len(pieces) else b""
+        return (self._visible if skip_special_tokens else self._all)[token_id]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        pieces = self.visible if skip_special_tokens else self.all
-        try:
-            data = b"".join([pieces[i] for i in ids])
-        except IndexError:  # ids of a model's padding rows
-            data = b"".join([self.piece(i, skip_special_tokens=skip_special_tokens) for i in ids])
-        text = data.decode("utf-8", "replace")
+        pieces = self._visible if skip_special_tokens else self._all
+        text = b"".join([pieces[i] for i in ids]).decode("utf-8", "replace")
         return text[1:] if self.strip_first_space and text.startswith(" ") else text
 
 
 def token_bytes(tokenizer: tokenizers.Tokenizer, vocab_size: int) -> TokenBytes | None:
-    """The table of a tokenizer, or None where its decoder is of another kind (then the library decodes)."""
+    """Those of a tokenizer, or None where its decoder is of another kind (then the library decodes)."""
     steps = _decoder_steps(tokenizer)
     kinds = [step["type"] for step in steps]
-    vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
-    pieces = [b""] * vocab_size
     if kinds == ["ByteLevel"]:
         to_byte = {ord(char): byte for byte, char in byte_alphabet().items()}
-        for token, i in vocab.items():
-            if all(ord(char) in to_byte for char in token) if i in added else True:
-                try:
-                    pieces[i] = token.translate(to_byte).encode("latin-1")
-                except UnicodeEncodeError:
-                    pieces[i] = token.encode("utf-8", "replace")
-            else:
-                pieces[i] = token.encode("utf-8", "replace")
-        return TokenBytes(pieces)
+        added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
+
+        def bytes_of(token: str, token_id: int) -> bytes:
+            if token_id in added and not all(ord(char) in to_byte for char in token):
+                return token.encode("utf-8", "replace")
+            try:
+                return token.translate(to_byte).encode("latin-1")
+            except UnicodeEncodeError:
+                return token.encode("utf-8", "replace")
+
+        return TokenBytes(_by_id(tokenizer, vocab_size, bytes_of))
     if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        return _sentencepiece_bytes(steps, vocab, pieces)
+        return _sentencepiece_bytes(steps, tokenizer, vocab_size)
     return None
+
+
+def _by_id(
+    tokenizer: tokenizers.Tokenizer, vocab_size: int, bytes_of: Callable[[str, int], bytes]
+) -> Callable[[int], bytes]:
+    def piece_of(token_id: int) -> bytes:
+        token = tokenizer.id_to_token(token_id) if 0 <= token_id < vocab_size else None
+        return b"" if token is None else bytes_of(token, token_id)
+
+    return piece_of
 
 
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
@@ -88,7 +109,9 @@ def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     return steps
 
 
-def _sentencepiece_bytes(steps: list[dict[str, Any]], vocab: dict[str, int], pieces: list[bytes]) -> TokenBytes | None:
+def _sentencepiece_bytes(
+    steps: list[dict[str, Any]], tokenizer: tokenizers.Tokenizer, vocab_size: int
+) -> TokenBytes | None:
     """Replace / ByteFallback / Fuse / Strip in the one order that exists in the wild, or Metaspace alone."""
     kinds = [step["type"] for step in steps]
     strip, space, byte_fallback = False, "", "ByteFallback" in kinds
@@ -106,10 +129,11 @@ def _sentencepiece_bytes(steps: list[dict[str, Any]], vocab: dict[str, int], pie
                 if step["content"] != " " or step["stop"] != 0 or step["start"] > 1:
                     return None
                 strip = step["start"] == 1
-    for token, i in vocab.items():
+
+    def bytes_of(token: str, token_id: int) -> bytes:
         byte = _BYTE_TOKEN.match(token) if byte_fallback else None
         if byte:
-            pieces[i] = bytes([int(byte[1], 16)])
-        else:
-            pieces[i] = (token.replace(space, " ") if space else token).encode("utf-8", "replace")
-    return TokenBytes(pieces, strip_first_space=strip)
+            return bytes([int(byte[1], 16)])
+        return (token.replace(space, " ") if space else token).encode("utf-8", "replace")
+
+    return TokenBytes(_by_id(tokenizer, vocab_size, bytes_of), strip_first_space=strip)

@@ -251,7 +251,12 @@ class _ByteBackend:
         return self
 
     def token_bytes(self, vocab_size: int) -> TokenBytes:
-        return TokenBytes([bytes([i]) if i < 256 else b" %d" % i for i in range(vocab_size)])
+        def piece_of(token_id: int) -> bytes:
+            if not 0 <= token_id < vocab_size:
+                return b""
+            return bytes([token_id]) if token_id < 256 else b" %d" % token_id
+
+        return TokenBytes(piece_of)
 
     def decode(self, ids: Sequence[int]) -> str:
         raise AssertionError("decoded through its bytes")
