@@ -77,7 +77,7 @@ def _local_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, *
     runner = load_runner(files, config, max_model_len=max_model_len)
     return Engine(
         runner,
-        partial(load_tokenizer, files.tokenizer) if late_tokenizer else load_tokenizer(files.tokenizer),
+        partial(load_tokenizer, files.tokenizer, to_decode=True) if late_tokenizer else load_tokenizer(files.tokenizer),
         max_model_len=max_model_len,
         vocab_size=files.config["vocab_size"],
         max_num_seqs=runner.max_num_seqs,

@@ -20,10 +20,11 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from batchinfer.errors import ModelError
-from batchinfer.text.token_bytes import byte_alphabet
+from batchinfer.text.token_bytes import TokenBytes, byte_alphabet, byte_level_pieces, sentencepiece_pieces
 
 log = logging.getLogger(__name__)
 
+_SPACE = "▁"  # of SentencePiece
 # Values of `token_type`.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -79,23 +80,79 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTokenizer:
-    tokenizer: tokenizers.Tokenizer
-    vocab_size: int
+    """What the metadata says, without what only encoding needs: that takes ten times as long, see `build`.
+
+    tokens, types   by id, as stored
+    special_ids     control tokens, and those named for a role
+    """
+
+    meta: Mapping[str, Any]
+    byte_level: bool
+    tokens: Sequence[str]
+    types: Sequence[int]
     bos_token_id: int | None
     eos_token_id: int | None
-    add_bos: bool
     named: dict[str, str]
     special_ids: frozenset[int]
 
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokens)
 
-def build_gguf_tokenizer(meta: Mapping[str, Any]) -> GgufTokenizer:
+    def adds_bos(self) -> bool:
+        default = _pre_tokenizer(self.meta.get("pre")).add_bos if self.byte_level else True
+        return bool(self.meta.get("add_bos_token", default))
+
+    def build(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer. Raises ModelError for a pre-tokenizer that is not known, or without merges."""
+        tokens, types = self.tokens, self.types
+        if self.byte_level:
+            tokenizer = _byte_level(tokens, types, _merges(self.meta), _pre_tokenizer(self.meta.get("pre")))
+        else:
+            tokenizer = _sentencepiece(tokens, types, self.meta)
+        marked = (CONTROL, USER_DEFINED) if self.byte_level else (CONTROL, USER_DEFINED, UNKNOWN)
+        added = [
+            tokenizers.AddedToken(token, normalized=False, special=t != USER_DEFINED)
+            for token, t in zip(tokens, types, strict=True)
+            if t in marked and token
+        ]
+        # Named tokens that the file forgot to mark are control tokens all the same.
+        known = {token.content for token in added}
+        added += [
+            tokenizers.AddedToken(text, normalized=False, special=True)
+            for text in dict.fromkeys(self.named.values())
+            if text not in known
+        ]
+        tokenizer.add_tokens(added)
+        assert tokenizer.get_vocab_size(with_added_tokens=True) == len(tokens), "an added token got an id of its own"
+        return tokenizer
+
+    def token_bytes(self) -> TokenBytes:
+        """What `token_bytes.token_bytes` has of the library's tokenizer."""
+        tokens, types, special = self.tokens, self.types, self.special_ids
+        if not self.byte_level:
+            piece_of = sentencepiece_pieces(_SPACE, byte_fallback=True)
+            strip = bool(self.meta.get("add_space_prefix", True))
+            return TokenBytes(lambda i: piece_of(tokens[i]) if 0 <= i < len(tokens) else b"", strip_first_space=strip)
+        byte_level = byte_level_pieces()
+
+        def piece_of_id(i: int) -> bytes:
+            if not 0 <= i < len(tokens):
+                return b""
+            return byte_level(tokens[i], types[i] in (NORMAL, CONTROL, USER_DEFINED) or i in special)
+
+        return TokenBytes(piece_of_id)
+
+
+def read_gguf_tokenizer(meta: Mapping[str, Any]) -> GgufTokenizer:
     """Raises ModelError for a kind that is not known, or for metadata that contradicts itself."""
     kind = meta.get("model")
     tokens = meta.get("tokens")
     if not tokens:
         raise ModelError("the GGUF file has no vocabulary (tokenizer.ggml.tokens); name a tokenizer by model.tokenizer")
-    tokens = [token.decode("utf-8", "replace") if isinstance(token, bytes) else str(token) for token in tokens]
-    types = [int(t) for t in meta.get("token_type") or [NORMAL] * len(tokens)]
+    if set(map(type, tokens)) != {str}:
+        tokens = [token.decode("utf-8", "replace") if isinstance(token, bytes) else str(token) for token in tokens]
+    types = list(map(int, meta.get("token_type") or [NORMAL] * len(tokens)))
     if len(types) != len(tokens):
         raise ModelError(
             f"the GGUF file has {len(tokens)} tokens (tokenizer.ggml.tokens) but {len(types)} token types "
@@ -104,54 +161,29 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> GgufTokenizer:
     if len(set(tokens)) != len(tokens):
         twice = next(token for n, token in enumerate(tokens) if token in tokens[:n])
         raise ModelError(f"the GGUF file's vocabulary holds {twice!r} twice (tokenizer.ggml.tokens); it is damaged")
-    if kind == "gpt2":
-        pre = _pre_tokenizer(meta.get("pre"))
-        tokenizer = _byte_level(tokens, types, _merges(meta), pre)
-        add_bos = bool(meta.get("add_bos_token", pre.add_bos))
-    elif kind == "llama":
-        tokenizer = _sentencepiece(tokens, types, meta)
-        add_bos = bool(meta.get("add_bos_token", True))
-    else:
+    if kind not in ("gpt2", "llama"):
         raise ModelError(
             f"the GGUF file's tokenizer is of kind {kind!r} (tokenizer.ggml.model); batchinfer knows 'gpt2' "
             "(byte-level BPE) and 'llama' (SentencePiece BPE). Name a folder with a tokenizer.json by model.tokenizer"
         )
-    named = {}
-    for role, key in (
-        ("bos_token", "bos_token_id"),
-        ("eos_token", "eos_token_id"),
-        ("unk_token", "unknown_token_id"),
-        ("pad_token", "padding_token_id"),
-    ):
-        i = meta.get(key)
-        if i is not None and 0 <= int(i) < len(tokens):
-            named[role] = tokens[int(i)]
-    added = [
-        tokenizers.AddedToken(token, normalized=False, special=t != USER_DEFINED)
-        for token, t in zip(tokens, types, strict=True)
-        if (t in (CONTROL, USER_DEFINED) or (t == UNKNOWN and kind == "llama")) and token
-    ]
-    # Named tokens that the file forgot to mark are control tokens all the same.
-    marked = {token.content for token in added}
-    added += [
-        tokenizers.AddedToken(text, normalized=False, special=True)
-        for text in dict.fromkeys(named.values())
-        if text not in marked
-    ]
-    tokenizer.add_tokens(added)
-    assert tokenizer.get_vocab_size(with_added_tokens=True) == len(tokens), "an added token got an id of its own"
-    ids = {token: i for i, token in enumerate(tokens)}
-    special = {i for i, t in enumerate(types) if t in (CONTROL,) or (t == UNKNOWN and kind == "llama")}
-    special.update(ids[text] for text in named.values())
-    bos, eos = named.get("bos_token"), named.get("eos_token")
+    roles = {
+        "bos_token": "bos_token_id",
+        "eos_token": "eos_token_id",
+        "unk_token": "unknown_token_id",
+        "pad_token": "padding_token_id",
+    }
+    given = ((role, meta.get(key)) for role, key in roles.items())
+    ids = {role: int(i) for role, i in given if i is not None and 0 <= int(i) < len(tokens)}
+    hidden = (CONTROL,) if kind == "gpt2" else (CONTROL, UNKNOWN)
     return GgufTokenizer(
-        tokenizer=tokenizer,
-        vocab_size=len(tokens),
-        bos_token_id=None if bos is None else int(meta["bos_token_id"]),
-        eos_token_id=None if eos is None else int(meta["eos_token_id"]),
-        add_bos=add_bos,
-        named=named,
-        special_ids=frozenset(special),
+        meta=meta,
+        byte_level=kind == "gpt2",
+        tokens=tokens,
+        types=types,
+        bos_token_id=ids.get("bos_token"),
+        eos_token_id=ids.get("eos_token"),
+        named={role: tokens[i] for role, i in ids.items()},
+        special_ids=frozenset(ids.values()).union(i for i, t in enumerate(types) if t in hidden),
     )
 
 
@@ -230,9 +262,9 @@ def _sentencepiece(tokens: Sequence[str], types: Sequence[int], meta: Mapping[st
     )
     prefix = bool(meta.get("add_space_prefix", True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if prefix else "never", split=False
+        replacement=_SPACE, prepend_scheme="first" if prefix else "never", split=False
     )
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
     return tokenizer
 

@@ -68,36 +68,50 @@ class TokenBytes:
         return text[1:] if self.strip_first_space and text.startswith(" ") else text
 
 
+def byte_level_pieces() -> Callable[[str, bool], bytes]:
+    """Bytes of a byte-level token; of one that is stored as text, where a character of it stands for no byte."""
+    to_byte = {ord(char): byte for byte, char in byte_alphabet().items()}
+
+    def piece_of(token: str, may_be_text: bool) -> bytes:
+        if may_be_text and not all(ord(char) in to_byte for char in token):
+            return token.encode("utf-8", "replace")
+        try:
+            return token.translate(to_byte).encode("latin-1")
+        except UnicodeEncodeError:
+            return token.encode("utf-8", "replace")
+
+    return piece_of
+
+
+def sentencepiece_pieces(space: str, *, byte_fallback: bool) -> Callable[[str], bytes]:
+    """Bytes of a token in which `space`, if it is not empty, stands for one; with byte_fallback, <0x0A> is a byte."""
+
+    def piece_of(token: str) -> bytes:
+        byte = _BYTE_TOKEN.match(token) if byte_fallback else None
+        if byte:
+            return bytes([int(byte[1], 16)])
+        return (token.replace(space, " ") if space else token).encode("utf-8", "replace")
+
+    return piece_of
+
+
 def token_bytes(tokenizer: tokenizers.Tokenizer, vocab_size: int) -> TokenBytes | None:
     """Those of a tokenizer, or None where its decoder is of another kind (then the library decodes)."""
     steps = _decoder_steps(tokenizer)
     kinds = [step["type"] for step in steps]
+
+    def token_of(token_id: int) -> str:
+        return (tokenizer.id_to_token(token_id) if 0 <= token_id < vocab_size else None) or ""
+
     if kinds == ["ByteLevel"]:
-        to_byte = {ord(char): byte for byte, char in byte_alphabet().items()}
         added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
-
-        def bytes_of(token: str, token_id: int) -> bytes:
-            if token_id in added and not all(ord(char) in to_byte for char in token):
-                return token.encode("utf-8", "replace")
-            try:
-                return token.translate(to_byte).encode("latin-1")
-            except UnicodeEncodeError:
-                return token.encode("utf-8", "replace")
-
-        return TokenBytes(_by_id(tokenizer, vocab_size, bytes_of))
-    if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        return _sentencepiece_bytes(steps, tokenizer, vocab_size)
-    return None
-
-
-def _by_id(
-    tokenizer: tokenizers.Tokenizer, vocab_size: int, bytes_of: Callable[[str, int], bytes]
-) -> Callable[[int], bytes]:
-    def piece_of(token_id: int) -> bytes:
-        token = tokenizer.id_to_token(token_id) if 0 <= token_id < vocab_size else None
-        return b"" if token is None else bytes_of(token, token_id)
-
-    return piece_of
+        byte_level = byte_level_pieces()
+        return TokenBytes(lambda token_id: byte_level(token_of(token_id), token_id in added))
+    found = _sentencepiece_rule(steps)
+    if found is None:
+        return None
+    piece_of, strip = found
+    return TokenBytes(lambda token_id: piece_of(token_of(token_id)), strip_first_space=strip)
 
 
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
@@ -109,12 +123,13 @@ def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     return steps
 
 
-def _sentencepiece_bytes(
-    steps: list[dict[str, Any]], tokenizer: tokenizers.Tokenizer, vocab_size: int
-) -> TokenBytes | None:
-    """Replace / ByteFallback / Fuse / Strip in the one order that exists in the wild, or Metaspace alone."""
+def _sentencepiece_rule(steps: list[dict[str, Any]]) -> tuple[Callable[[str], bytes], bool] | None:
+    """(bytes of a token, whether a text's first space is stripped) of Replace / ByteFallback / Fuse / Strip in the one
+    order that exists in the wild, or Metaspace alone."""
     kinds = [step["type"] for step in steps]
-    strip, space, byte_fallback = False, "", "ByteFallback" in kinds
+    if not kinds or not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return None
+    strip, space = False, ""
     if kinds == ["Metaspace"]:
         space, strip = steps[0]["replacement"], steps[0].get("prepend_scheme", "always") != "never"
     else:
@@ -129,11 +144,4 @@ def _sentencepiece_bytes(
                 if step["content"] != " " or step["stop"] != 0 or step["start"] > 1:
                     return None
                 strip = step["start"] == 1
-
-    def bytes_of(token: str, token_id: int) -> bytes:
-        byte = _BYTE_TOKEN.match(token) if byte_fallback else None
-        if byte:
-            return bytes([int(byte[1], 16)])
-        return (token.replace(space, " ") if space else token).encode("utf-8", "replace")
-
-    return TokenBytes(_by_id(tokenizer, vocab_size, bytes_of), strip_first_space=strip)
+    return sentencepiece_pieces(space, byte_fallback="ByteFallback" in kinds), strip

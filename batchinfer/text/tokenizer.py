@@ -19,13 +19,14 @@ import copy
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tokenizers
 
 from batchinfer.errors import ModelError
 from batchinfer.text.control_tokens import ControlTokens, without_control_tokens
-from batchinfer.text.gguf_tokenizer import build_gguf_tokenizer
+from batchinfer.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from batchinfer.text.token_bytes import TokenBytes, token_bytes
 from batchinfer.text.word_cache import WordEncoder, encode_all
 
@@ -35,8 +36,12 @@ if TYPE_CHECKING:
 _DISABLE_IN_CHILD = "TOKENIZERS_PARALLELISM"
 
 
-def load_tokenizer(files: TokenizerFiles) -> Tokenizer:
-    """The tokenizer that a model's files describe. Raises ModelError where they can't be used."""
+def load_tokenizer(files: TokenizerFiles, *, to_decode: bool = False) -> Tokenizer:
+    """The tokenizer that a model's files describe. Raises ModelError where they can't be used.
+
+    to_decode   mostly, or only: what encoding needs is built when it is used, where that is much of the whole, and what
+                is wrong with it found out then
+    """
     if files.kind == "fake":
         return Tokenizer(
             files,
@@ -52,16 +57,19 @@ def load_tokenizer(files: TokenizerFiles) -> Tokenizer:
     if files.kind == "gguf":
         if files.gguf is None:
             raise ModelError("the GGUF file has no tokenizer metadata (tokenizer.ggml.*); name one by model.tokenizer")
-        built = build_gguf_tokenizer(files.gguf)
+        gguf = read_gguf_tokenizer(files.gguf)
+        backend = _GgufBackend(gguf)
+        if not to_decode:
+            backend.library()
         return Tokenizer(
             files,
-            _LibraryBackend(built.tokenizer),
-            vocab_size=built.vocab_size,
-            bos_token_id=built.bos_token_id,
-            eos_token_id=built.eos_token_id,
-            named=built.named,
-            special=set(built.special_ids),
-            prefix=(built.bos_token_id,) if built.add_bos and built.bos_token_id is not None else (),
+            backend,
+            vocab_size=gguf.vocab_size,
+            bos_token_id=gguf.bos_token_id,
+            eos_token_id=gguf.eos_token_id,
+            named=gguf.named,
+            special=set(gguf.special_ids),
+            prefix=(gguf.bos_token_id,) if gguf.adds_bos() and gguf.bos_token_id is not None else (),
         )
     return _load_tokenizer_json(files)
 
@@ -115,7 +123,10 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._masked: _Backend | None = None
         self._bytes: tuple[TokenBytes | None] | None = None
-        self.control = backend.control(self.special_ids)
+
+    @cached_property
+    def control(self) -> ControlTokens:
+        return self._backend.control(self.special_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return load_tokenizer, (self.files,)
@@ -233,6 +244,42 @@ class _LibraryBackend:
     def token_id(self, text: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(text)
         return token_id
+
+
+class _GgufBackend:
+    """The library's tokenizer once it is asked for; bytes and ids of tokens without it."""
+
+    def __init__(self, gguf: GgufTokenizer) -> None:
+        self._gguf = gguf
+        self._lock = threading.Lock()
+        self._library: _LibraryBackend | None = None
+
+    def library(self) -> _LibraryBackend:
+        with self._lock:
+            if self._library is None:
+                self._library = _LibraryBackend(self._gguf.build())
+            return self._library
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.library().encode_batch(texts)
+
+    def control(self, special: frozenset[int]) -> ControlTokens:
+        return self.library().control(special)
+
+    def added_texts(self) -> dict[str, bool]:
+        return self.library().added_texts()
+
+    def masked(self, control: ControlTokens) -> _Backend:
+        return self.library().masked(control)
+
+    def token_bytes(self, vocab_size: int) -> TokenBytes:
+        return self._gguf.token_bytes()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        raise AssertionError("decoded through its bytes")
+
+    def token_id(self, text: str) -> int | None:
+        return self.library().token_id(text)
 
 
 class _ByteBackend:

@@ -197,9 +197,9 @@ def spoil_embedding(engine: LLM, token_id: int) -> None:
 def test_a_late_tokenizer_is_built_for_the_first_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[TokenizerFiles] = []
 
-    def counted(files: TokenizerFiles) -> Tokenizer:
+    def counted(files: TokenizerFiles, *, to_decode: bool = False) -> Tokenizer:
         built.append(files)
-        return load_tokenizer(files)
+        return load_tokenizer(files, to_decode=to_decode)
 
     monkeypatch.setattr(build, "load_tokenizer", counted)
     config = EngineConfig(model=str(model), kv_cache_memory=1 << 22, max_model_len=128)

@@ -16,6 +16,8 @@ from batchinfer.errors import ModelError
 from batchinfer.modelfiles import ModelFiles, TokenizerFiles
 from batchinfer.testing.small_tokenizers import CORPUS, NASTY, byte_level, sentencepiece_metadata
 from batchinfer.text import Tokenizer, load_tokenizer
+from batchinfer.text.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
+from batchinfer.text.token_bytes import token_bytes
 
 SHARED_DATA = Path(__file__).parents[3] / "shared" / "data"
 
@@ -131,6 +133,53 @@ def test_token_types_make_special_and_added_tokens() -> None:
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.decode(ids) == "a<think>b"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>a<think>b<|im_end|>"
+
+
+def as_text_and_unused() -> dict[str, Any]:
+    """With tokens that are stored as text, and of each type with letters that stand for no byte, or for other ones."""
+    meta = metadata()
+    more = [f"{word}{t}" for t in (1, 2, 4, 5) for word in ("été ", "日本", "\x7f", "a\u00adb", "Ġé", "Ġx")]
+    types = [t for t in (1, 2, 4, 5) for _ in range(6)]
+    return {**meta, "tokens": meta["tokens"] + more, "token_type": meta["token_type"] + types}
+
+
+def named_but_unmarked() -> dict[str, Any]:
+    meta = as_text_and_unused()
+    unused = meta["tokens"].index("日本5")
+    return {**meta, "eos_token_id": unused, "padding_token_id": 40, "unknown_token_id": len(meta["tokens"])}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _: metadata(),
+        lambda _: as_text_and_unused(),
+        lambda _: named_but_unmarked(),
+        sentencepiece_metadata,
+        lambda model: sentencepiece_metadata(model, add_space_prefix=False, padding_token_id=5),
+    ],
+)
+def test_bytes_of_tokens_need_no_library(make: Any, sentencepiece_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = make(sentencepiece_model)
+    library = read_gguf_tokenizer(meta).build()
+    slow, places = token_bytes(library, len(meta["tokens"])), range(-2, len(meta["tokens"]) + 2)
+    assert slow is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(GgufTokenizer, "build", lambda self: pytest.fail("a tokenizer to decode with was built whole"))
+        tokenizer = load_tokenizer(gguf(meta), to_decode=True)
+        quick = tokenizer.token_bytes
+        assert quick is not None and quick.strip_first_space == slow.strip_first_space
+        slow = slow.with_special(tokenizer.special_ids)
+        for skip in (False, True):
+            pieces = [quick.piece(i, skip_special_tokens=skip) for i in places]
+            assert pieces == [slow.piece(i, skip_special_tokens=skip) for i in places]
+        assert sum(map(bool, pieces)) > 100
+        ids = list(range(3, len(meta["tokens"])))
+        assert tokenizer.decode(ids) == slow.decode(ids, skip_special_tokens=True)
+    whole = load_tokenizer(gguf(meta))
+    assert tokenizer.encode_batch(CORPUS) == whole.encode_batch(CORPUS)
+    assert (tokenizer.vocab_size, tokenizer.named, tokenizer.prefix) == (whole.vocab_size, whole.named, whole.prefix)
+    assert tokenizer.control.texts == whole.control.texts
 
 
 def test_sentencepiece_ids_equal_transformers(spm: Tokenizer, sentencepiece_model: Any) -> None:
