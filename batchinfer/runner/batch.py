@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.attention.tiles import StepBatch, ranges, starts_of
+from batchinfer.attention.tiles import StepBatch, ranges
 from batchinfer.errors import EngineError
 from batchinfer.runner.sequence_state import Ints, SequenceState
 from batchinfer.types.step import UNKNOWN_TOKEN, Chunk
@@ -56,7 +57,9 @@ def make_step_batches(
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     firsts = np.cumsum(lengths) - lengths
     num_tokens = int(lengths.sum())
-    token_ids = np.fromiter((t for chunk in chunks for t in chunk.token_ids), dtype=np.int64, count=num_tokens)
+    token_ids = np.fromiter(
+        chain.from_iterable([chunk.token_ids for chunk in chunks]), dtype=np.int64, count=num_tokens
+    )
     unknown = None
     if last is not None:
         for first, chunk in zip(firsts.tolist(), chunks, strict=True):
@@ -80,20 +83,22 @@ def make_step_batches(
     return StepBatches(token_ids=token_ids, positions=positions, by_group=tuple(by_group), unknown=unknown)
 
 
-def rows_read(chunks: Sequence[Chunk], states: Sequence[SequenceState]) -> tuple[list[slice], Ints | None]:
-    """(where each chunk's tokens stand among those whose hidden states are read; those, int64, None where it is all).
+def rows_read(chunks: Sequence[Chunk], states: Sequence[SequenceState]) -> tuple[list[int], Ints | None]:
+    """(where each chunk's tokens end among those whose hidden states are read; those, int64, None where it is all).
 
     Read are a chunk's last `num_logits` tokens, or all of it where log-probabilities of the prompt come from it.
     """
-    lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
-    counts = np.array([_num_read(chunk, state) for chunk, state in zip(chunks, states, strict=True)], dtype=np.int64)
-    starts = starts_of(counts)
-    spans = [slice(start, start + count) for start, count in zip(starts.tolist(), counts.tolist(), strict=True)]
-    if (counts == lengths).all():
-        return spans, None
-    return spans, np.repeat(np.cumsum(lengths) - counts, counts) + ranges(counts)
+    lengths = [len(chunk.token_ids) for chunk in chunks]
+    counts = [
+        _num_read(chunk, state) if state.reads_prompt else chunk.num_logits
+        for chunk, state in zip(chunks, states, strict=True)
+    ]
+    ends = list(accumulate(counts))
+    if counts == lengths:
+        return ends, None
+    read = np.array(counts, dtype=np.int64)
+    return ends, np.repeat(np.cumsum(lengths) - read, read) + ranges(read)
 
 
 def _num_read(chunk: Chunk, state: SequenceState) -> int:
-    of_prompt = state.spec.sampling.prompt_logprobs is not None and chunk.start + 1 < state.num_prompt_tokens
-    return len(chunk.token_ids) if of_prompt else chunk.num_logits
+    return len(chunk.token_ids) if chunk.start + 1 < state.num_prompt_tokens else chunk.num_logits

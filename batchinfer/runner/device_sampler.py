@@ -16,7 +16,7 @@ from torch import Tensor
 from batchinfer.attention.staging import Event, Staging
 from batchinfer.models import CausalLM
 from batchinfer.runner.logprobs import token_logprobs
-from batchinfer.runner.sampler import SampleRow, adjust, takes_argmax
+from batchinfer.runner.sampler import SampleRow, adjust, split_rows
 from batchinfer.types.request import TokenLogprobs
 
 _NOT_FINITE = -1
@@ -64,8 +64,7 @@ class DeviceSampler:
 
     def sample(self, model: CausalLM, hidden: Tensor, rows: Sequence[SampleRow], at: Sequence[int]) -> Drawn:
         """Puts the drawing of the rows' tokens into the device's queue. at: which of the hidden states is a row's."""
-        plain = [r for r, row in enumerate(rows) if takes_argmax(row)]
-        others = [r for r, row in enumerate(rows) if not takes_argmax(row)] if len(plain) < len(rows) else []
+        plain, others = split_rows(rows)
         order = plain + others
         if not order:
             return Drawn(torch.empty(0, dtype=torch.int64), [], {})

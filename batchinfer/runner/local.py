@@ -29,7 +29,7 @@ from batchinfer.runner.block_copies import copy_blocks
 from batchinfer.runner.device_sampler import DeviceSampler, Drawn
 from batchinfer.runner.fresh_blocks import FreshBlocks
 from batchinfer.runner.logprobs import token_logprobs
-from batchinfer.runner.sampler import Sampler, SampleRow, takes_argmax
+from batchinfer.runner.sampler import Sampler, SampleRow, split_rows
 from batchinfer.runner.sequence_state import Ints, SequenceState
 from batchinfer.types.request import TokenLogprobs
 from batchinfer.types.rows import ErrorClass, RowError
@@ -163,15 +163,16 @@ class LocalRunner:
             copy_blocks(self._layers, plan.copies)
         states = [self._states[chunk.seq_id] for chunk in plan.chunks]
         for state, chunk in zip(states, plan.chunks, strict=True):
-            state.record(chunk)
+            if state.has_penalties:
+                state.record(chunk)
         batches = make_step_batches(plan.chunks, states, self._last)
-        spans, wanted = rows_read(plan.chunks, states)
+        ends, wanted = rows_read(plan.chunks, states)
         if self._graphs is not None and wanted is None and self._graphs.takes(batches):
             hidden = self._graphs.run(batches)
         else:
             hidden = self._forward(model, batches, wanted)
-        self._prompt_logprobs(model, hidden, plan, states, spans, step)
-        self._sample(model, hidden, plan, states, spans, step)
+        self._prompt_logprobs(model, hidden, plan, states, ends, step)
+        self._sample(model, hidden, plan, states, ends, step)
         return step
 
     def _forward(self, model: CausalLM, batches: StepBatches, wanted: Ints | None) -> Tensor:
@@ -206,19 +207,19 @@ class LocalRunner:
         hidden: Tensor,
         plan: StepPlan,
         states: list[SequenceState],
-        spans: list[slice],
+        ends: list[int],
         step: RunnerStep,
     ) -> None:
         rows, seq_ids = step.rows, step.seq_ids
         at: list[int] = []
-        for chunk, state, span in zip(plan.chunks, states, spans, strict=True):
-            for back in range(chunk.num_logits, 0, -1):
-                # A token's position in the output follows from where its chunk stands, so that what is computed
-                # again after pre-emption draws the same number.
-                output_position = chunk.start + len(chunk.token_ids) - back + 1 - state.num_prompt_tokens
-                rows.append(SampleRow(state, output_position))
-                seq_ids.append(chunk.seq_id)
-                at.append(span.stop - back)
+        for (seq_id, start, token_ids, _, num_logits), state, end in zip(plan.chunks, states, ends, strict=True):
+            # A token's position in the output follows from where its chunk stands, so that what is computed again after
+            # pre-emption draws the same number.
+            behind = start + len(token_ids) + 1 - state.num_prompt_tokens
+            for back in range(num_logits, 0, -1):
+                rows.append(SampleRow(state, behind - back))
+                seq_ids.append(seq_id)
+                at.append(end - back)
         if self._device_sampler is not None:
             step.drawn = self._device_sampler.sample(model, hidden, rows, at)
             for r, entry in step.drawn.logprobs.items():
@@ -236,13 +237,16 @@ class LocalRunner:
         """Tokens by row, of those whose logits are all finite. Log-probabilities go into `step`."""
         rows = step.rows
         tokens: dict[int, int] = {}
-        plain = [r for r, row in enumerate(rows) if takes_argmax(row)]
+        plain, others = split_rows(rows)
         if plain:
-            best, finite = model.greedy(hidden.index_select(0, self._indices([at[r] for r in plain])))
+            if len(plain) < len(hidden):
+                states = hidden.index_select(0, self._indices([at[r] for r in plain]))
+            else:  # all of them, in their order
+                states = hidden
+            best, finite = model.greedy(states)
             for r, token, good in zip(plain, best.tolist(), finite.tolist(), strict=True):
                 if good:
                     tokens[r] = token
-        others = [r for r, row in enumerate(rows) if not takes_argmax(row)] if len(plain) < len(rows) else []
         for begin in range(0, len(others), LOGITS_ROWS):
             part = others[begin : begin + LOGITS_ROWS]
             logits = model.compute_logits(hidden.index_select(0, self._indices([at[r] for r in part])))
@@ -279,18 +283,18 @@ class LocalRunner:
         hidden: Tensor,
         plan: StepPlan,
         states: list[SequenceState],
-        spans: list[slice],
+        ends: list[int],
         step: RunnerStep,
     ) -> None:
-        for chunk, state, span in zip(plan.chunks, states, spans, strict=True):
-            num_top = state.spec.sampling.prompt_logprobs
-            if num_top is None:
+        for chunk, state, end in zip(plan.chunks, states, ends, strict=True):
+            if not state.reads_prompt:
                 continue
+            num_top = state.spec.sampling.prompt_logprobs or 0
             targets = list(state.spec.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)])
             entries: list[TokenLogprobs] = []
             for first in range(0, len(targets), LOGITS_ROWS):
                 wanted = targets[first : first + LOGITS_ROWS]
-                begin = span.start + first
+                begin = end - len(chunk.token_ids) + first
                 logits = model.compute_logits(hidden[begin : begin + len(wanted)])
                 if not bool(finite_rows(logits).all()):
                     step.errors[chunk.seq_id] = _non_finite(f"the prompt after position {chunk.start + first}")

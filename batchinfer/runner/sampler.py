@@ -10,7 +10,7 @@ drawn where the logits lie, `device_sampler`'s.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,24 +26,19 @@ _CDF_BLOCK = 256
 _SLAB_ROWS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """A row of logits: whose it is, and the output position (from 0) of the token that it decides."""
 
     state: SequenceState
     output_position: int
 
 
-def takes_argmax(row: SampleRow) -> bool:
-    """Whether the token is the one with the largest raw logit, and nothing else is asked of the logits."""
-    p = row.state.spec.sampling
-    return (
-        p.greedy
-        and p.logprobs is None
-        and not p.logit_bias
-        and not p.has_penalties
-        and (row.output_position >= p.min_tokens or not len(row.state.stop_ids))
-    )
+def split_rows(rows: Sequence[SampleRow]) -> tuple[list[int], list[int]]:
+    """(Rows whose token is the one with the largest raw logit, and nothing else is asked of the logits; the others)."""
+    plain = [r for r, (state, position) in enumerate(rows) if position >= state.argmax_from]
+    if len(plain) == len(rows):
+        return plain, []
+    return plain, [r for r, (state, position) in enumerate(rows) if position < state.argmax_from]
 
 
 class Sampler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,9 +45,26 @@ class BlockRow:
 
 
 class SequenceState:
-    """A sequence from the step that adds it to the one that names it finished."""
+    """A sequence from the step that adds it to the one that names it finished. What is asked of every row in every step
+    stands ready:
 
-    __slots__ = ("_output", "_prompt_unique", "block_rows", "num_prompt_tokens", "spec", "stop_ids")
+    argmax_from      output position from which on the token is the one with the largest raw logit, and nothing else is
+                     asked of the logits
+    has_penalties    tokens are to be recorded
+    reads_prompt     log-probabilities of the prompt are asked for
+    """
+
+    __slots__ = (
+        "_output",
+        "_prompt_unique",
+        "argmax_from",
+        "block_rows",
+        "has_penalties",
+        "num_prompt_tokens",
+        "reads_prompt",
+        "spec",
+        "stop_ids",
+    )
 
     def __init__(self, spec: SequenceSpec, num_groups: int) -> None:
         self.spec = spec
@@ -55,16 +73,20 @@ class SequenceState:
         self.stop_ids: Ints = np.array(sorted(spec.stop_token_ids), dtype=np.int64)
         self._output: Ints = np.array(spec.output_token_ids, dtype=np.int64)
         self._prompt_unique: Ints | None = None
+        sampling = spec.sampling
+        self.reads_prompt = sampling.prompt_logprobs is not None
+        self.has_penalties = sampling.has_penalties
+        self.argmax_from = sys.maxsize
+        if sampling.greedy and sampling.logprobs is None and not sampling.logit_bias and not self.has_penalties:
+            self.argmax_from = sampling.min_tokens if spec.stop_token_ids else -sys.maxsize
 
     def record(self, chunk: Chunk) -> None:
-        """Remembers the chunk's tokens that are output, where penalties count them.
+        """Remembers the chunk's tokens that are output, for penalties to count.
 
         After pre-emption the same tokens come again and are written to the same places; tokens that a prefix hit
         skips were recorded when they first came, or stand in the spec. Of a sequence whose tokens count for the next,
         all are known.
         """
-        if not self.spec.sampling.has_penalties:
-            return
         begin = chunk.start - self.num_prompt_tokens
         skip = max(0, -begin)
         tokens = chunk.token_ids[skip:]
