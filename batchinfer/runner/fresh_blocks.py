@@ -9,9 +9,11 @@ times as long to give one as others: what that costs is watched, and small ones 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
+import torch
 from batchinfer_kernels.native import attention as native_attention
 from batchinfer_kernels.native.attention import TileLayer
 
@@ -28,6 +30,11 @@ AHEAD = 1 / 32
 FREE_FOR_EACH = 8
 # More seconds than this for a huge page are slow; to clear one takes a tenth of it.
 SLOW_HUGE_PAGE = 2e-3
+# So many layers are timed when memory is asked for, the rest asked for together. As many in a row must be slow: any one
+# may have waited for something else.
+TIMED_LAYERS = 2
+
+_log = logging.getLogger(__name__)
 
 
 class FreshBlocks:
@@ -42,6 +49,7 @@ class FreshBlocks:
                 at_once = min(LEAST_AT_ONCE, 1 + LEAST_BYTES // block_bytes)
                 self._groups.append((number, group.num_blocks, block_bytes, at_once, in_c))
         self._ready = [0] * len(groups)
+        self._num_slow = 0  # layers in a row
         self._small_pages = False
 
     def expect(self, chunks: Sequence[Chunk]) -> None:
@@ -55,17 +63,22 @@ class FreshBlocks:
                 self._ready[group] = stop
 
     def _fault_in(self, layers: Sequence[TileLayer], first: int, stop: int) -> None:
-        """By layer, until huge pages are found to be slow."""
-        if self._small_pages or stop <= native_attention.SMALL_BLOCKS:
+        if not self._small_pages and stop > native_attention.SMALL_BLOCKS:
+            timed, layers = layers[:TIMED_LAYERS], layers[TIMED_LAYERS:]
+            for layer in timed:
+                begin = time.perf_counter()
+                native_attention.fault_in([layer], first, stop)
+                self._watch(layer, first, stop, time.perf_counter() - begin)
+        if layers:
             native_attention.fault_in(layers, first, stop)
-            return
-        for number, layer in enumerate(layers, 1):
-            began = time.perf_counter()
-            native_attention.fault_in([layer], first, stop)
-            seconds = time.perf_counter() - began
-            if seconds > SLOW_HUGE_PAGE * native_attention.huge_pages(layer, first, stop):
-                self._small_pages = True
-                for _, _, _, _, others in self._groups:
-                    native_attention.want_small_pages(others)
-                native_attention.fault_in(layers[number:], first, stop)
-                return
+
+    def _watch(self, layer: TileLayer, first: int, stop: int, seconds: float) -> None:
+        """Does without huge pages once they are found to be slow."""
+        at_once = min(torch.get_num_threads(), layer.caches[0].shape[1])  # heads
+        per_page = seconds * at_once / native_attention.huge_pages(layer, first, stop)
+        self._num_slow = self._num_slow + 1 if per_page > SLOW_HUGE_PAGE else 0
+        if self._num_slow == TIMED_LAYERS:
+            self._small_pages = True
+            for _, _, _, _, layers in self._groups:
+                native_attention.want_small_pages(layers)
+            _log.info("the system takes %.1f ms to give a huge page: the KV cache does without", per_page * 1e3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -33,8 +34,21 @@ def tiles():
 """
 
 
-def run(code: str) -> None:
-    subprocess.run([sys.executable, "-c", BEGIN + code], check=True, timeout=120)
+def run(code: str, **environment: str) -> None:
+    subprocess.run([sys.executable, "-c", BEGIN + code], check=True, timeout=120, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize(("value", "used"), [("0", 0), ("1", 1), ("", 1)])
+def test_whether_they_are_used_is_asked_of_the_environment(value: str, used: int) -> None:
+    run(
+        f"""
+assert ctypes.c_int.in_dll(library.load(), "batchinfer_tiles").value == {used}
+again = product()
+found = again()
+assert tiles() and again() == found
+""",
+        **{library.AMX_VARIABLE: value},
+    )
 
 
 def test_where_linux_gives_none_products_have_the_same_bytes() -> None:

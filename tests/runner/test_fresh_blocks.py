@@ -145,12 +145,14 @@ def test_blocks_have_memory_and_keep_what_they_hold(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def huge_page_seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long a huge page takes, on a clock that only `fault_in` lets go on; whatever was called is behind it."""
+    """How long a huge page takes, on a clock that only `fault_in` lets go on; behind it, how many layers were asked for
+    at a time."""
     seconds, now = [0.0], [0.0]
 
     def fault_in(layers: list[Any], first: int, stop: int) -> None:
         seconds.append(len(layers))
-        now[0] += seconds[0] * len(layers) * native_attention.huge_pages(layers[0], first, stop) if layers else 0
+        at_once = min(torch.get_num_threads(), layers[0].caches[0].shape[1])
+        now[0] += seconds[0] * len(layers) * native_attention.huge_pages(layers[0], first, stop) / at_once
 
     monkeypatch.setattr(fresh_blocks, "free_host_memory", lambda: 1 << 50)
     monkeypatch.setattr(native_attention, "fault_in", fault_in)
@@ -176,13 +178,41 @@ def test_huge_pages_that_are_slow_are_done_without(
     assert calls[1:] == [4, 2] and not taken_back
     calls[0] = SLOW_HUGE_PAGE * 0.9
     blocks.expect([chunk(0, [SMALL_BLOCKS + 500], [1])])
-    assert calls[3:] == [1] * 4 and not taken_back
+    assert calls[3:] == [1, 1, 2] and not taken_back
     calls[0] = SLOW_HUGE_PAGE * 1.1
     blocks.expect([chunk(0, [SMALL_BLOCKS + 1500], [SMALL_BLOCKS + 500])])
-    assert calls[7:] == [1, 3, 2], "one layer shows it"
+    assert calls[6:] == [1, 1, 2, 2], "two layers show it"
     assert taken_back == [[x.in_c for x in layers[:4]], [x.in_c for x in layers[4:]]]
     blocks.expect([chunk(0, [SMALL_BLOCKS + 2500], [SMALL_BLOCKS + 500])])
     assert calls[10:] == [4] and len(taken_back) == 2
+
+
+def test_one_layer_that_waits_for_something_else_does_not_show_it(
+    huge_page_seconds: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken_back: list[Any] = []
+    monkeypatch.setattr(native_attention, "want_small_pages", taken_back.append)
+    blocks = FreshBlocks(layers_of(1), [KVGroup(num_blocks=4000, block_size=16, window=None)])
+    for number, slow in enumerate([True, False, True, False, True, True]):
+        huge_page_seconds[0] = SLOW_HUGE_PAGE * (1.1 if slow else 0.9)
+        assert not taken_back
+        blocks.expect([chunk(0, [SMALL_BLOCKS + 400 * number])])
+    assert len(taken_back) == 1
+
+
+@pytest.mark.skipif(library.available() is not None, reason="no native kernels on this machine")
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_whichever_layer_shows_it_the_others_have_their_memory(
+    num_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fresh_blocks, "SLOW_HUGE_PAGE", 0.0)
+    layers = layers_of(num_layers)
+    blocks = FreshBlocks(layers, [KVGroup(num_blocks=4000, block_size=16, window=None)])
+    for last in (SMALL_BLOCKS + 100, SMALL_BLOCKS + 900):
+        blocks.expect([chunk(0, [last])])
+        if can_be_populated():
+            for one in layers:
+                assert all(all(resident(one.in_c.caches[0], head, 0, last + 1)) for head in range(2))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from batchinfer.errors import ConfigError
 from batchinfer.testing.bench.memory import MemoryWatch
 from batchinfer.testing.bench.rounds import Contest, turned
-from batchinfer.testing.bench.runs import ENGINE, SUBMIT, Marks, Peer, Run
+from batchinfer.testing.bench.runs import ENGINE, SUBMIT, Marks, Peer, Run, vllm_peer
 from batchinfer.testing.bench.summary import overhead, per_round, ratio, ratio_to_best, summarize, table
 from batchinfer.testing.bench.workloads import Sharing, Workload, make_workloads, read_workloads, sharing, tokens_of
 from batchinfer.testing.tiny import make_tiny
@@ -47,6 +49,18 @@ def test_own_workloads_have_the_shapes_that_they_stand_for() -> None:
     assert 0.6 < share("documents") < 0.8  # four questions about each document
     assert share("chats") < 0.6  # a short system prompt
     assert all(len(prompts) > 250 for prompts in made.values())
+
+
+@pytest.mark.parametrize("with_amx", [True, False])
+def test_vllm_can_be_kept_from_amx(with_amx: bool) -> None:
+    """All its processes are: they are told by the environment."""
+    peer = vllm_peer(Path(sys.executable), Path("model"), cores=[0], with_amx=with_amx)
+    code = "import torch; print(torch.cpu._is_amx_tile_supported())"
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code], env={**os.environ, **peer.environment}, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == str(with_amx and torch.cpu._is_amx_tile_supported()), found.stderr
+    assert ("ONEDNN_MAX_CPU_ISA" in peer.environment) == (not with_amx)
 
 
 def test_workloads_are_read_by_name(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class Peer:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def vllm_peer(python: Path, model: Path, *, cores: Sequence[int]) -> Peer:
+def vllm_peer(python: Path, model: Path, *, cores: Sequence[int], with_amx: bool = True) -> Peer:
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "6",
         # Without these two it takes one thread.
@@ -91,6 +91,9 @@ def vllm_peer(python: Path, model: Path, *, cores: Sequence[int]) -> Peer:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if not with_amx:
+        # oneDNN is told, and torch, which vLLM's own kernels ask, in each of its processes.
+        environment |= {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "PYTHONPATH": str(HERE / "without_amx")}
     return Peer(name="vllm", python=python, model=model, program="drive_vllm.py", environment=environment)
 
 

@@ -24,7 +24,8 @@
 /* By `layer.format`; the same in attention.py. */
 static const struct format *const formats[] = {&batchinfer_bf16_format, &batchinfer_int8_format};
 
-/* So many tiles' items are taken from the queue at once, where every thread would take SHARES times as many. */
+/* A thread takes the SHARES-th part of its equal share of what is left in the queue: an item at least, and so many tiles'
+ * items at most. */
 enum { MOST_CLAIMED = 16, SHARES = 8 };
 
 static int64_t first_seen(const struct step *step, int64_t position)

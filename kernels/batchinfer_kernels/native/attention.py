@@ -180,7 +180,8 @@ def new_caches(num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.d
 
     In memory a head's blocks lie together, and a block's keys and values: what one head reads of a sequence is then one
     run where the sequence's blocks follow each other, as they mostly do. Memory gave such runs twice as fast as pieces
-    of 2 KiB.
+    of 2 KiB. They are wished to lie in huge pages: with those of 4 KiB, looking up addresses costs up to every fifth
+    byte that memory could give.
     """
     keys, values = caches_in(
         torch.empty(num_kv_heads, num_blocks, 2, block_size_of(head_dim, dtype), dtype=dtype), head_dim
@@ -207,8 +208,8 @@ def caches_in(memory: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 def want_small_pages(layers: Sequence[TileLayer]) -> None:
     """Takes back the wish for huge pages; where there are some already, they stay."""
     for layer in layers:
-        for of_head in _runs(layer.caches, 0, layer.caches[0].shape[0]):
-            _advise(of_head, "MADV_NOHUGEPAGE")
+        of_heads = _runs(layer.caches, 0, layer.caches[0].shape[0])  # they follow each other
+        _advise(range(of_heads[0].start, of_heads[-1].stop), "MADV_NOHUGEPAGE")
 
 
 def huge_pages(layer: TileLayer, first: int, stop: int) -> int:
@@ -225,12 +226,11 @@ def _runs(caches: tuple[Tensor, Tensor], first: int, stop: int) -> list[range]:
 
 
 def _advise(run: range, advice: str) -> None:
-    """A wish about whole pages, which the system may ignore. Of huge ones: with those of 4 KiB, looking up addresses
-    costs up to every fifth byte that memory could give."""
+    """A wish about the pages that lie wholly in a run, which the system may ignore."""
     madvise, number = getattr(ctypes.CDLL(None), "madvise", None), getattr(mmap, advice, None)
-    start = -(-run.start // mmap.PAGESIZE) * mmap.PAGESIZE
-    if madvise is not None and number is not None and start < run.stop:
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(run.stop - start), number)
+    start, stop = -(-run.start // mmap.PAGESIZE) * mmap.PAGESIZE, run.stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if madvise is not None and number is not None and start < stop:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), number)
 
 
 def pack_keys(keys: Tensor) -> Tensor:

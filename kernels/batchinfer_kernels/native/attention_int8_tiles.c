@@ -261,7 +261,7 @@ static void all_exponents(const struct started *begun, const struct work *work, 
             exponents_of_block(MOST_ROWS, begun->num_rows, begun->rows, block, b + i, scores + i * LANES, stride,
                                scratch->highest, work, dim, softcap);
             /* The unit that multiplies tiles falls asleep after some 1,500 cycles without work, and takes 800 to wake
-             * up: it is given some to no end. */
+             * up: it is given some whose result nobody reads. */
             if (softcap != 0.0f)
                 _tile_dpbusd(7, 4, 5);
         }

@@ -55,7 +55,8 @@ struct format {
     /* A query, with the scale of its scores, in 2 * dim bytes. */
     void (*prepare)(const float *query, char *prepared, int dim, float scale);
     /* A thread calls `begin` before it attends, which says how many rows to work on at a time, MOST_AT_ONCE at most,
-     * then `attend` with up to so many, and `end`, which it tells that number. */
+     * then `attend` with up to so many, and `end`, which it tells that number. All calls for a work come from one thread,
+     * with none for another between them: what is made ready lies in the thread's own memory. */
     int (*begin)(int dim);
     void (*attend)(int num_rows, const struct row *rows, struct work *work, int dim, float softcap);
     void (*end)(int at_a_time);

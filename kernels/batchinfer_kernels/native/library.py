@@ -39,6 +39,8 @@ FLAGS = ("-std=c11", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ff
 BF16, BF16_FLAG = "avx512_bf16", "-mavx512bf16"
 # Where the assembler is too old for what the compiler knows, tiles are left out: bytes are the same without them.
 TILES, NO_TILES_FLAG = "amx_int8", "-mno-amx-int8"
+AMX_VARIABLE = "BATCHINFER_AMX"
+"""Of the environment: with 0 tiles are not used where there are some, for whoever compares."""
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 COMPILERS = ("cc", "gcc", "clang")
 FILE_PATTERN = "native-*.so"
@@ -65,7 +67,7 @@ def load() -> ctypes.CDLL:
         if _loaded is None:
             try:
                 _loaded = open_library()
-                _loaded.batchinfer_use_tiles(1)
+                _loaded.batchinfer_use_tiles(int(os.environ.get(AMX_VARIABLE) != "0"))
             except NativeUnavailable as error:
                 _loaded = str(error)
                 _log.info("native kernels are not used: %s", error)
